@@ -21,7 +21,8 @@ use candle_nn::ops::log_softmax;
 use common::case::{Case, Head, Sizes};
 use common::check;
 use criterion::{criterion_group, criterion_main, BenchmarkGroup, BenchmarkId, Criterion, Throughput};
-use mos_head::{Mixture, Precision, Sampler, Sampling};
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::{Mixture, Precision};
 use shared::read;
 
 /// (vocab, d): Penn Treebank, WikiText-2, and the vocabulary of a large model.

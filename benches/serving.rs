@@ -14,7 +14,8 @@ use std::hint::black_box;
 
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::ops::log_softmax;
-use mos_head::{Constraints, Mixture, Sampler, Sampling, TokenRequest};
+use mos_head::decode::{Constraints, Sampler, Sampling, TokenRequest};
+use mos_head::Mixture;
 use shared::{median, read, turns};
 
 /// (vocab, d, K): WikiText-2, and the vocabulary of a large model.

@@ -1,4 +1,5 @@
-//! Trains an LSTM on characters with each of the three heads, at equal size: a task where a mixture cannot help.
+//! This example trains an LSTM on characters with each of the three heads, at equal size. On this task a mixture cannot
+//! help.
 //!
 //!     cargo run --release --example char_lm
 //!
@@ -6,7 +7,7 @@
 //! data, the text is 210,000 characters of a small grammar with an entropy of 0.52 bits per character. The heads end at
 //! 0.58 to 0.61, in about two minutes on 2 cores. With `-- --data FILE`, the text is that of the file.
 //!
-//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3, rand 0.9.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3, rand 0.9.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -15,28 +16,31 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::{LSTMState, LSTM, RNN};
 use candle_nn::{embedding, lstm, AdamW, Embedding, LSTMConfig, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::Parser;
-use mos_head::{ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer};
-use mos_head::{Sampler, Sampling, SoftmaxConfig};
+use mos_head::{
+    decode::{Sampler, Sampling},
+    ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer, SoftmaxConfig,
+};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 #[derive(Parser)]
 struct Args {
-    /// A text file, whose last tenth is for validation; without it, a text of a small grammar
+    /// A text file, whose last tenth is for validation; without it, a text of a small grammar.
     #[arg(long, value_name = "FILE")]
     data: Option<std::path::PathBuf>,
     #[arg(long, default_value_t = 3)]
     epochs: usize,
 }
 
-/// The expansions of clauses, noun and verb phrases in the singular and in the plural, adjectives, nouns, verbs.
+/// The expansions of clauses, of noun and verb phrases in the singular and in the plural, of adjectives, nouns and
+/// verbs.
 const GRAMMAR: &str = "S=I.\n|I, and I.\n|if I, I.\n;I=X V|Y W;X=the AN|every AN|my AN|the AN that V;\
     Y=the ANs|many ANs|my ANs|the ANs that W;V=Zs|Ts X|Ts Y;W=Z|T X|T Y;A=|old |small |quiet ;\
     N=dog|bird|girl|king|doctor|teacher|river|garden;Z=sleep|sing|wait|work|dream|laugh;\
     T=see|find|follow|love|hear|know";
 
-/// Appends an expansion of a symbol and returns its information in bits: every text has one derivation.
+/// Appends an expansion of a symbol and returns its information in bits. Every text has one derivation.
 fn expand(symbol: char, text: &mut String, rng: &mut StdRng) -> f64 {
     let Some(rule) = GRAMMAR.split(';').find_map(|rule| rule.strip_prefix(symbol)?.strip_prefix('=')) else {
         text.push(symbol);
@@ -47,7 +51,9 @@ fn expand(symbol: char, text: &mut String, rng: &mut StdRng) -> f64 {
     (expansions.len() as f64).log2() + chosen.chars().map(|symbol| expand(symbol, text, rng)).sum::<f64>()
 }
 
+/// The number of parts of a text that are read in parallel.
 const STREAMS: usize = 16;
+/// The number of steps of backpropagation through time.
 const STEPS: usize = 32;
 
 struct Model {
@@ -57,7 +63,8 @@ struct Model {
 }
 
 impl Model {
-    /// Characters [streams, steps] -> hidden states [streams, steps, hidden]; advances the state, cut from the graph.
+    /// Computes the hidden states `[streams, steps, hidden]` of characters `[streams, steps]`, and advances the state,
+    /// which is cut from the graph.
     fn hidden(&self, ids: &Tensor, state: &mut LSTMState) -> Result<Tensor> {
         let states = self.lstm.seq_init(&self.embedding.forward(ids)?, state)?;
         let last = &states[states.len() - 1];
@@ -65,7 +72,7 @@ impl Model {
         Ok(self.lstm.states_to_tensor(&states)?)
     }
 
-    /// Reads a text in parallel streams and returns its bits per character; trains if it has an optimizer.
+    /// Reads a text in parallel streams and returns its bits per character. Trains if there is an optimizer.
     fn read(&self, text: &[u32], mut adam: Option<&mut AdamW>) -> Result<f64> {
         let length = (text.len() - 1) / STREAMS / STEPS * STEPS;
         let tensor =
@@ -86,6 +93,7 @@ impl Model {
         Ok(nats / (STREAMS * length) as f64 / std::f64::consts::LN_2)
     }
 
+    /// Samples a text of `count` characters.
     fn write(&self, count: usize, alphabet: &[char]) -> Result<String> {
         let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8), 1)?;
         let start = alphabet.binary_search(&'\n').unwrap_or(0) as u32;
@@ -99,7 +107,8 @@ impl Model {
 }
 
 fn main() -> Result<()> {
-    // SAFETY: no other thread runs yet. (On few cores, candle's threads that spin between operations slow others down.)
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let args = Args::parse();
     let (mut text, mut bits, mut rng) = (String::new(), 0.0, StdRng::seed_from_u64(1));
@@ -112,7 +121,8 @@ fn main() -> Result<()> {
     let (train, valid) = ids.split_at(ids.len() / 10 * 9);
     let (vocab, hidden) = (alphabet.len(), if args.data.is_some() { 256 } else { 128 });
 
-    // The LSTM with which a mixture of 3 contexts, as wide as the alphabet, has as many parameters as the softmax.
+    // With this number of LSTM units, a mixture of 3 contexts that are as wide as the alphabet has as many parameters
+    // as the softmax.
     let size = |units: usize, head: usize| vocab * 64 + 4 * units * (64 + units + 2) + vocab + head;
     let mixture_size = |units: usize| size(units, vocab * vocab + 3 * (vocab + 1) * (units + 1) - 3);
     let units = (1..=hidden).min_by_key(|&units| mixture_size(units).abs_diff(size(hidden, vocab * hidden))).unwrap();

@@ -1,23 +1,26 @@
-//! Two heads of your own: a projection, which makes a mixture of softmaxes with every loss and way of decoding of the
-//! crate, and an output layer of another kind, of candle's operations.
+//! This example shows two heads of your own: a projection, which becomes a mixture of softmaxes with every loss and way
+//! of decoding of the crate, and an output layer of another kind, which is made of candle's operations.
 //!
 //!     cargo run --release --example custom_head
 //!
-//! The language: after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is ln
-//! 3 = 1.099 nats per position; both heads get within 0.05 of it in some seconds on 2 cores.
+//! In the language, after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is
+//! ln 3 = 1.099 nats per position; both heads get within 0.05 of it in some seconds on 2 cores.
 //!
-//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9; no features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9, without features.
 
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::{embedding, linear, ops, AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use mos_head::{Decoder, DecoderConfig, DropoutMasks, Head, Loss, LossOptions, OutputLayer, Projection, Result};
-use mos_head::{Sampler, Sampling};
+use mos_head::{
+    decode::{Sampler, Sampling},
+    parts::{Decoder, DecoderConfig, Projection},
+    DropoutMasks, Head, Loss, LossOptions, OutputLayer, Result,
+};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 200;
 const HIDDEN: usize = 32;
 
-/// Gated contexts c_k = sigmoid(G_k h) * V_k h (Dauphin et al., 2017), with priors softmax(P h).
+/// The contexts are gated, c_k = sigmoid(G_k h) * V_k h (Dauphin et al., 2017), and the priors are softmax(P h).
 #[derive(Debug)]
 struct Gated {
     gates: Linear,
@@ -49,7 +52,7 @@ impl Projection for Gated {
         Self::COMPONENTS
     }
 
-    /// Hidden states [.., hidden] -> contexts [.., K, d] and log-priors [.., K].
+    /// Computes the contexts `[.., K, d]` and the log-priors `[.., K]` of hidden states `[.., hidden]`.
     fn forward(&self, hidden: &Tensor, _: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
         let contexts = (ops::sigmoid(&self.gates.forward(hidden)?)? * self.values.forward(hidden)?)?;
         let shape = [&hidden.dims()[..hidden.rank() - 1], &[Self::COMPONENTS, Self::CONTEXT]].concat();
@@ -58,8 +61,8 @@ impl Projection for Gated {
     }
 }
 
-/// A sigsoftmax, P(v) ~ exp(z_v) sigmoid(z_v) with z = W h + b (Kanai et al., 2018), whose log-probability matrices are
-/// not of low rank either.
+/// A sigsoftmax has P(v) ~ exp(z_v) sigmoid(z_v) with z = W h + b (Kanai et al., 2018). Its log-probability matrices
+/// are not of low rank either.
 #[derive(Debug)]
 struct SigSoftmax(Linear);
 
@@ -87,7 +90,7 @@ impl OutputLayer for SigSoftmax {
     }
 }
 
-/// Trains an embedding with a head; prints the loss, the most probable tokens after 7, and a sample.
+/// Trains an embedding with a head. Prints the loss, the most probable tokens after token 7, and a sample.
 fn train(name: &str, build: impl Fn(VarBuilder) -> Result<Box<dyn OutputLayer>>) -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
@@ -117,7 +120,8 @@ fn train(name: &str, build: impl Fn(VarBuilder) -> Result<Box<dyn OutputLayer>>)
 }
 
 fn main() -> Result<()> {
-    // SAFETY: no other thread runs yet. (On few cores, candle's threads that spin between operations slow others down.)
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     train("gated mixture", |vb| {
         let decoder = Decoder::new(&DecoderConfig::new(VOCAB, Gated::CONTEXT), vb.clone())?;

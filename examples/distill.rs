@@ -1,14 +1,14 @@
-//! Distillation: a head learns from another one that has seen sixteen times as much text.
+//! In this example of distillation, a head learns from another one that has seen sixteen times as much text.
 //!
 //!     cargo run --release --example distill
 //!
-//! The text is of a built-in language of 512 words, whose entropy is known: the next word depends on the last one alone.
-//! A mixture of softmaxes teaches a softmax, then a softmax a mixture: with its whole distribution, or with its 1, 8 or 64
-//! most probable words and the probability that is left. The last column is the share of the teacher's lead over a student
-//! without a teacher that the student gains: with all words half of a mixture's lead and all of a softmax's, with a single
-//! word next to nothing. Two minutes on 2 cores.
+//! The text is of a built-in language of 512 words, whose entropy is known. Its next word depends on the last one
+//! alone. A mixture of softmaxes teaches a softmax, then a softmax teaches a mixture, with the whole distribution, or
+//! with the 1, 8 or 64 most probable words and the probability that is left. The last column is the share of the
+//! teacher's lead over a student without a teacher that the student gains. With all words it gains half of a mixture's
+//! lead and all of a softmax's, and with a single word next to nothing. The example takes two minutes on 2 cores.
 //!
-//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9; no features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9, without features.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -16,48 +16,56 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{embedding, AdamW, Embedding, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use mos_head::{
-    ContextActivation, DistillOptions, Divergence, DropoutMasks, LossOptions, MissingIds, MixtureConfig, MixtureLayer,
-    MixtureOfSoftmaxes, Result, SoftmaxConfig, SoftmaxHead, Teacher,
+    distill::{DistillOptions, Divergence, MissingIds, Teacher},
+    ContextActivation, DropoutMasks, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, Result,
+    SoftmaxConfig, SoftmaxHead,
 };
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 512;
 const HIDDEN: usize = 8;
 const COMPONENTS: usize = 4;
-/// Words of a step.
+/// The number of words of a training step.
 const BATCH: usize = 512;
-/// Words that teachers, students and the evaluation read.
-const OF_TEACHER: usize = 256_000;
-const OF_STUDENT: usize = OF_TEACHER / 16;
-const OF_EVALUATION: usize = 50_000;
+/// The numbers of words that teachers, students and the evaluation read.
+const TEACHER_WORDS: usize = 256_000;
+const STUDENT_WORDS: usize = TEACHER_WORDS / 16;
+const EVALUATION_WORDS: usize = 50_000;
 const STEPS: usize = 1500;
 const LEARNING_RATE: f64 = 0.02;
 /// The weight of the words that come next, in a student's loss.
 const HARD_WEIGHT: f64 = 0.3;
 
-/// Pairs of a word and the next one.
+/// A text is given as pairs of a word and the next one.
 struct Text {
     words: Vec<u32>,
     next: Vec<u32>,
 }
 
 impl Text {
-    /// The first words.
+    /// Returns the first `n` pairs.
     fn first(&self, n: usize) -> Self {
         Text { words: self.words[..n].to_vec(), next: self.next[..n].to_vec() }
     }
 
-    /// The pairs of step `step`, which reads the text in a circle.
+    /// Returns the pairs of a training step. The steps read the text in a circle.
     fn batch(&self, step: usize) -> Result<(Tensor, Tensor)> {
         let places = (0..BATCH).map(|i| (step * BATCH + i) % self.words.len());
-        let of = |words: &[u32]| places.clone().map(|i| words[i]).collect::<Vec<_>>();
-        Ok((Tensor::new(of(&self.words), &Device::Cpu)?, Tensor::new(of(&self.next), &Device::Cpu)?))
+        let select = |words: &[u32]| places.clone().map(|i| words[i]).collect::<Vec<_>>();
+        Ok((Tensor::new(select(&self.words), &Device::Cpu)?, Tensor::new(select(&self.next), &Device::Cpu)?))
     }
 }
 
-/// P(next | current) is a mixture of 4 softmaxes over 8 dimensions. Returns two texts and the entropy of the second, in
-/// nats for each word.
-fn language() -> (Text, Text, f64) {
+/// A language gives texts for training and evaluation.
+struct Language {
+    train: Text,
+    valid: Text,
+    /// The entropy of `valid`, in nats for each word.
+    entropy: f64,
+}
+
+/// Writes texts of a language in which P(next | current) is a mixture of 4 softmaxes over 8 dimensions.
+fn language() -> Language {
     let mut rng = StdRng::seed_from_u64(1711);
     let mut normals = |count: usize, scale: f64| -> Vec<f64> {
         let mut normal = || {
@@ -95,13 +103,13 @@ fn language() -> (Text, Text, f64) {
         words.pop();
         Text { words, next }
     };
-    let (train, valid) = (text(OF_TEACHER), text(OF_EVALUATION));
+    let (train, valid) = (text(TEACHER_WORDS), text(EVALUATION_WORDS));
     let entropy_after = |&word: &u32| rows[word as usize].iter().map(|p| -p * p.ln()).sum::<f64>();
-    let entropy = valid.words.iter().map(entropy_after).sum::<f64>() / OF_EVALUATION as f64;
-    (train, valid, entropy)
+    let entropy = valid.words.iter().map(entropy_after).sum::<f64>() / EVALUATION_WORDS as f64;
+    Language { train, valid, entropy }
 }
 
-/// A word's embedding is the hidden state after it.
+/// In this model, the embedding of a word is the hidden state after it.
 struct Model<H> {
     vars: VarMap,
     embedding: Embedding,
@@ -113,7 +121,7 @@ impl<H: MixtureLayer> Model<H> {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
         let (embedding, head) = (embedding(VOCAB, HIDDEN, vb.pp("embedding"))?, head(vb.pp("head"))?);
-        // Values from a seed, which candle's generator on the CPU does not take.
+        // The values come from a seed, which candle's generator on the CPU does not take.
         let mut rng = StdRng::seed_from_u64(1);
         for (name, var) in vars.data().lock().unwrap().iter().collect::<BTreeMap<_, _>>() {
             let bound = if name.ends_with("bias") { 0.0 } else { 1.0 / (HIDDEN as f32).sqrt() };
@@ -127,7 +135,7 @@ impl<H: MixtureLayer> Model<H> {
         Ok(self.embedding.forward(words)?)
     }
 
-    /// Trains with the loss of each step's hidden states, words and next words; returns the seconds.
+    /// Trains with the loss of each step's hidden states, words and next words. Returns the seconds.
     fn train(&self, text: &Text, loss: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<mos_head::Loss>) -> Result<f64> {
         let settings = ParamsAdamW { lr: LEARNING_RATE, weight_decay: 0.0, ..Default::default() };
         let (mut optimizer, start) = (AdamW::new(self.vars.all_vars(), settings)?, Instant::now());
@@ -144,16 +152,16 @@ impl<H: MixtureLayer> Model<H> {
         self.train(text, |hidden, _, next| self.head.loss(hidden, next, &LossOptions::default()))
     }
 
-    /// Trains on the teacher's distributions: on all of them, or on the `k` most probable words.
-    fn train_by<T: MixtureLayer>(&self, text: &Text, teacher: &Model<T>, k: Option<usize>) -> Result<f64> {
+    /// Trains on the teacher's distributions: on all words, or on the `k` most probable ones.
+    fn train_with_teacher<T: MixtureLayer>(&self, text: &Text, teacher: &Model<T>, k: Option<usize>) -> Result<f64> {
         self.train(text, |hidden, words, next| {
             let options = DistillOptions::new(Divergence::ForwardKl).with_targets(next.clone());
             let options = options.with_hard_weight(HARD_WEIGHT);
-            let of_teacher = teacher.hidden(words)?;
+            let teacher_hidden = teacher.hidden(words)?;
             let teacher = match k {
-                None => Teacher::from_mixture(&teacher.head.mixture(&of_teacher, DropoutMasks::Off)?),
+                None => Teacher::from_mixture(&teacher.head.mixture(&teacher_hidden, DropoutMasks::Off)?),
                 Some(k) => {
-                    let top = teacher.head.top_k(&of_teacher, k)?;
+                    let top = teacher.head.top_k(&teacher_hidden, k)?;
                     Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail)
                 }
             };
@@ -161,7 +169,7 @@ impl<H: MixtureLayer> Model<H> {
         })
     }
 
-    /// Nats for each word.
+    /// Computes the mean negative log-likelihood of the next words, in nats.
     fn evaluate(&self, text: &Text) -> Result<f64> {
         let (words, next) = (Tensor::new(&*text.words, &Device::Cpu)?, Tensor::new(&*text.next, &Device::Cpu)?);
         let (sum, count) = self.head.loss(&self.hidden(&words)?, &next, &LossOptions::evaluation())?.sum_and_count()?;
@@ -174,35 +182,35 @@ fn compare<T: MixtureLayer, S: MixtureLayer>(
     names: (&str, &str),
     teacher: Model<T>,
     student: impl Fn() -> Result<Model<S>>,
-    (train, valid, entropy): &(Text, Text, f64),
+    Language { train, valid, entropy }: &Language,
 ) -> Result<()> {
     let seconds = teacher.train_alone(train)?;
-    let of_teacher = teacher.evaluate(valid)?;
+    let teacher_nll = teacher.evaluate(valid)?;
     println!("\nA {} teaches a {}.", names.0, names.1);
     println!("                          above entropy  seconds  share of the lead");
-    println!("teacher                   {:>13.4}  {seconds:>7.1}", of_teacher - entropy);
-    let text = train.first(OF_STUDENT);
+    println!("teacher                   {:>13.4}  {seconds:>7.1}", teacher_nll - entropy);
+    let text = train.first(STUDENT_WORDS);
     let alone = student()?;
     let seconds = alone.train_alone(&text)?;
-    let of_alone = alone.evaluate(valid)?;
-    println!("student without a teacher {:>13.4}  {seconds:>7.1}", of_alone - entropy);
+    let alone_nll = alone.evaluate(valid)?;
+    println!("student without a teacher {:>13.4}  {seconds:>7.1}", alone_nll - entropy);
     for k in [None, Some(64), Some(8), Some(1)] {
         let student = student()?;
-        let seconds = student.train_by(&text, &teacher, k)?;
+        let seconds = student.train_with_teacher(&text, &teacher, k)?;
         let nll = student.evaluate(valid)?;
-        let of = k.map_or("all words".into(), |k| format!("{k} of {VOCAB} words"));
-        let share = 100.0 * (of_alone - nll) / (of_alone - of_teacher);
-        println!("  of {of:<21}  {:>13.4}  {seconds:>7.1}  {share:>16.0}%", nll - entropy);
+        let list = k.map_or("all words".into(), |k| format!("{k} of {VOCAB} words"));
+        let share = 100.0 * (alone_nll - nll) / (alone_nll - teacher_nll);
+        println!("  of {list:<21}  {:>13.4}  {seconds:>7.1}  {share:>16.0}%", nll - entropy);
     }
     Ok(())
 }
 
 fn main() -> Result<()> {
-    // Between operations candle's threads spin, which on few cores keeps other threads from working.
-    // SAFETY: no other thread runs yet.
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let language = language();
-    println!("The entropy is {:.4} nats.", language.2);
+    println!("The entropy is {:.4} nats.", language.entropy);
     let softmax = || Model::new(|vb| SoftmaxHead::new(&SoftmaxConfig::new(HIDDEN, VOCAB), vb));
     let config = MixtureConfig::new(HIDDEN, VOCAB, COMPONENTS)
         .with_context_dim(HIDDEN)

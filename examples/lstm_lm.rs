@@ -1,4 +1,5 @@
-//! Trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes, at equal size.
+//! This example trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes, at
+//! equal size.
 //!
 //!     cargo run --release --example lstm_lm
 //!
@@ -11,7 +12,7 @@
 //! `DIR` has train.txt, valid.txt and optionally test.txt, with one sentence per line, such as Penn Treebank. An epoch
 //! of a million words takes minutes.
 //!
-//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3, rand 0.9. For
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3, rand 0.9. For
 //! `--device cuda` or `metal`, mos-head has the feature of that name.
 
 use std::collections::{BTreeMap, HashMap};
@@ -31,7 +32,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 #[derive(Parser)]
 struct Args {
-    /// Folder with train.txt, valid.txt and optionally test.txt; without it, a built-in language
+    /// Folder with train.txt, valid.txt and optionally test.txt; without it, a built-in language.
     #[arg(long, value_name = "DIR")]
     data: Option<PathBuf>,
     /// Number of epochs [default: 6; with --data: 3]
@@ -41,43 +42,63 @@ struct Args {
     device: String,
 }
 
-/// The sizes of a model, and how it is trained.
+/// A recipe has the sizes of a model, and says how it is trained.
 #[derive(Clone, Copy)]
 struct Recipe {
     hidden: usize,
     embedding: usize,
-    /// Components of the mixtures.
-    k: usize,
+    /// The number of components of the mixtures.
+    components: usize,
     epochs: usize,
-    /// Streams of the text, read in parallel, and steps of backpropagation through time.
+    /// The number of parts of the text that are read in parallel.
     streams: usize,
+    /// The number of steps of backpropagation through time.
     steps: usize,
     lr: f64,
-    /// Factor of the learning rate per epoch.
+    /// The factor of the learning rate per epoch.
     decay: f64,
-    /// Adam and linear contexts; otherwise SGD with clipping and tanh, as in the paper.
+    /// Whether the optimizer is Adam and the contexts are linear. Otherwise they are SGD with clipping and tanh, as in
+    /// the paper.
     adam: bool,
 }
 
-const BUILT_IN: Recipe =
-    Recipe { hidden: 6, embedding: 32, k: 8, epochs: 6, streams: 128, steps: 4, lr: 0.03, decay: 0.6, adam: true };
-const TEXT: Recipe =
-    Recipe { hidden: 220, embedding: 220, k: 5, epochs: 3, streams: 20, steps: 35, lr: 20.0, decay: 0.5, adam: false };
+const BUILT_IN: Recipe = Recipe {
+    hidden: 6,
+    embedding: 32,
+    components: 8,
+    epochs: 6,
+    streams: 128,
+    steps: 4,
+    lr: 0.03,
+    decay: 0.6,
+    adam: true,
+};
+const TEXT: Recipe = Recipe {
+    hidden: 220,
+    embedding: 220,
+    components: 5,
+    epochs: 3,
+    streams: 20,
+    steps: 35,
+    lr: 20.0,
+    decay: 0.5,
+    adam: false,
+};
 /// The largest norm of the gradients with SGD.
 const CLIP: f64 = 0.25;
 
-/// Texts as token ids. The first token of each is an input only.
+/// The texts are token ids. The first token of each is an input only.
 struct Corpus {
     train: Vec<u32>,
     valid: Vec<u32>,
     test: Option<Vec<u32>>,
     vocab: usize,
-    /// Mean entropy of the tokens of `valid`, in nats, if it is known.
+    /// The mean entropy of the tokens of `valid`, in nats, if it is known.
     entropy: Option<f64>,
 }
 
-/// P(next | current) = sum_k pi_k(current) softmax(E c_k(current)) with 4 components and d = 8. The logarithm of a
-/// mixture is no matrix of low rank, so that one softmax over few dimensions cannot reach the entropy.
+/// Writes texts with P(next | current) = sum_k pi_k(current) softmax(E c_k(current)), 4 components and d = 8. The
+/// logarithm of a mixture is no matrix of low rank, so that one softmax over few dimensions cannot reach the entropy.
 fn built_in() -> Corpus {
     const VOCAB: usize = 512;
     fn softmax(logits: Vec<f64>) -> Vec<f64> {
@@ -103,7 +124,7 @@ fn built_in() -> Corpus {
     }
     let entropies: Vec<f64> = rows.iter().map(|row| -row.iter().map(|p| p * p.ln()).sum::<f64>()).collect();
     for row in &mut rows {
-        (1..VOCAB).for_each(|id| row[id] += row[id - 1]); // cumulative from here on
+        (1..VOCAB).for_each(|id| row[id] += row[id - 1]); // the row is cumulative from here on
     }
     let mut rng = StdRng::seed_from_u64(1);
     let mut text = |targets: usize| {
@@ -121,7 +142,8 @@ fn built_in() -> Corpus {
     Corpus { train, valid, test: None, vocab: VOCAB, entropy: Some(entropy) }
 }
 
-/// The words of a folder's files, with `<eos>` after each line. Words that train.txt lacks are `<unk>`, if it has that.
+/// Reads the words of a folder's files, with `<eos>` after each line. Words that train.txt lacks are `<unk>`, if
+/// train.txt has this word.
 fn from_folder(folder: &Path) -> Result<Corpus> {
     let mut ids = HashMap::from([("<eos>".to_owned(), 0)]);
     let mut read = |name: &str| -> Result<Vec<u32>> {
@@ -159,7 +181,7 @@ impl Model {
         let embedding = embedding(vocab, recipe.embedding, vb.pp("embedding"))?;
         let lstm = lstm(recipe.embedding, recipe.hidden, LSTMConfig::default(), vb.pp("lstm"))?;
         let head = head.build(vb.pp("head"))?;
-        // Uniform values from a seed, which candle's generator on the CPU does not take.
+        // The values are uniform and come from a seed, which candle's generator on the CPU does not take.
         let mut rng = StdRng::seed_from_u64(1);
         for (name, var) in vars.data().lock().unwrap().iter().collect::<BTreeMap<_, _>>() {
             let bound = match name.as_str() {
@@ -173,7 +195,8 @@ impl Model {
         Ok(Model { name, recipe, embedding, lstm, head, vars })
     }
 
-    /// Token ids [streams, steps] -> hidden states [streams, steps, hidden]; advances the state, cut from the graph.
+    /// Computes the hidden states `[streams, steps, hidden]` of token ids `[streams, steps]`, and advances the state,
+    /// which is cut from the graph.
     fn hidden(&self, tokens: &Tensor, state: &mut LSTMState) -> Result<Tensor> {
         let states = self.lstm.seq_init(&self.embedding.forward(tokens)?, state)?;
         let last = &states[states.len() - 1];
@@ -181,8 +204,8 @@ impl Model {
         Ok(self.lstm.states_to_tensor(&states)?)
     }
 
-    /// The mean NLL of a text, read once in parallel streams; `each` is called with the loss of each window and the
-    /// share of the text that has been read before.
+    /// Computes the mean NLL of a text, which is read once in parallel streams. `each` is called with the loss of each
+    /// window and the share of the text that was read before.
     fn read(&self, text: &[u32], options: LossOptions, mut each: impl FnMut(&Loss, f64) -> Result<()>) -> Result<f64> {
         let (Recipe { streams, steps, .. }, device) = (self.recipe, self.embedding.embeddings().device());
         let length = (text.len() - 1).div_ceil(streams);
@@ -207,7 +230,7 @@ impl Model {
         self.read(text, LossOptions::evaluation(), |_, _| Ok(()))
     }
 
-    /// Trains all epochs; returns the targets per second, without the evaluations.
+    /// Trains all epochs. Returns the targets per second, without the time of the evaluations.
     fn train(&self, mut optimizer: impl Optimizer, corpus: &Corpus) -> Result<f64> {
         let (name, recipe, mut seconds) = (self.name, self.recipe, 0.0);
         for epoch in 1..=recipe.epochs {
@@ -229,7 +252,7 @@ impl Model {
         Ok((recipe.epochs * (corpus.train.len() - 1)) as f64 / seconds)
     }
 
-    /// The norm of all gradients together.
+    /// Computes the norm of all gradients together.
     fn norm(&self, gradients: &GradStore) -> Result<f64> {
         let mut sum = 0.0;
         for gradient in self.vars.all_vars().iter().filter_map(|var| gradients.get(var)) {
@@ -240,8 +263,8 @@ impl Model {
 }
 
 fn main() -> Result<()> {
-    // Between operations candle's threads spin, which on few cores keeps other threads from working.
-    // SAFETY: no other thread runs yet.
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let args = Args::parse();
     let device = match args.device.as_str() {
@@ -255,10 +278,10 @@ fn main() -> Result<()> {
     };
     let recipe = Recipe { epochs: args.epochs.unwrap_or(recipe.epochs), ..recipe };
 
-    let (vocab, Recipe { hidden, k, adam, .. }) = (corpus.vocab, recipe);
+    let (vocab, Recipe { hidden, components, adam, .. }) = (corpus.vocab, recipe);
     // With this context size the mixtures have as many parameters as the softmax.
-    let context = ((vocab - k) * hidden) as f64 / (vocab + k * (hidden + 1)) as f64;
-    let mixture = MixtureConfig::new(hidden, vocab, k)
+    let context = ((vocab - components) * hidden) as f64 / (vocab + components * (hidden + 1)) as f64;
+    let mixture = MixtureConfig::new(hidden, vocab, components)
         .with_context_dim(context.round() as usize)
         .with_activation(if adam { ContextActivation::Identity } else { ContextActivation::Tanh });
     let heads = [

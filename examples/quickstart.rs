@@ -1,21 +1,25 @@
-//! A head in one screen: train, evaluate, rank, sample, save and load.
+//! This example trains, evaluates, ranks, samples, saves and loads a head.
 //!
 //!     cargo run --release --example quickstart
 //!
-//! The language: after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is ln
-//! 3 = 1.099 nats per position, which the model reaches in some seconds.
+//! In the language, after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is
+//! ln 3 = 1.099 nats per position, which the model reaches in some seconds.
 //!
-//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9; no features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9, without features.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{embedding, AdamW, Embedding, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Sampler, Sampling};
+use mos_head::{
+    decode::{Sampler, Sampling},
+    LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer,
+};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 200;
 const HIDDEN: usize = 32;
 
-/// Any model that ends in hidden states; here the embedding of the last token.
+/// Makes a model and its head. Any model will do that ends in hidden states; this one is the embedding of the last
+/// token.
 fn model(vars: &VarMap) -> Result<(Embedding, MixtureOfSoftmaxes)> {
     let vb = VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu);
     let config = MixtureConfig::new(HIDDEN, VOCAB, 2); // hidden size, vocabulary, components
@@ -23,7 +27,8 @@ fn model(vars: &VarMap) -> Result<(Embedding, MixtureOfSoftmaxes)> {
 }
 
 fn main() -> Result<()> {
-    // SAFETY: no other thread runs yet. (On few cores, candle's threads that spin between operations slow others down.)
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let mut rng = StdRng::seed_from_u64(1);
     let mut batch = || {
@@ -52,8 +57,8 @@ fn main() -> Result<()> {
     let mut sampler = Sampler::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), 42)?;
     println!("a sample: {:?}", head.sample(&hidden, &mut sampler)?.to_vec1::<u32>()?);
 
-    // The file holds the tensors alone: the configuration, with the activation, is this program's. One that reads it from a
-    // file saves a `HeadConfig` beside the tensors (feature `serde`).
+    // The file holds the tensors alone: the configuration, with the activation, is this program's. A program that reads
+    // the configuration from a file saves a `HeadConfig` beside the tensors (feature `serde`).
     let file = std::env::temp_dir().join("quickstart.safetensors");
     vars.save(&file)?;
     let mut loaded = VarMap::new();

@@ -1,15 +1,17 @@
-//! Trains an LSTM encoder-decoder with attention for each of the three heads, at equal size; translates by beam search.
+//! This example trains an LSTM encoder-decoder with attention for each of the three heads, at equal size, and
+//! translates by beam search.
 //!
 //!     cargo run --release --example seq2seq
 //!
-//! Without data, it learns to translate 8000 sentences of a small English into an invented language with another word
-//! order, genders and agreement. Every head gets over 99% of 500 new sentences exactly right, in a minute on 2 cores.
+//! Without data, the model learns to translate 8000 sentences of a small English into an invented language with another
+//! word order, genders and agreement. Every head gets over 99% of 500 new sentences exactly right, in a minute on 2
+//! cores.
 //!
 //!     cargo run --release --example seq2seq -- --data DIR --languages de en
 //!
-//! `DIR` has train.de, train.en, valid.de and valid.en: one sentence per line, with spaces between the words.
+//! `DIR` has train.de, train.en, valid.de and valid.en, with one sentence per line and spaces between the words.
 //!
-//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3, rand 0.9.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3, rand 0.9.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
@@ -20,8 +22,9 @@ use candle_nn::rnn::{LSTMState, LSTM, RNN};
 use candle_nn::{embedding, linear_no_bias, lstm, ops, AdamW, Dropout, Embedding, LSTMConfig, Linear};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::Parser;
-use mos_head::{BeamSearch, ContextActivation, HeadConfig, LossOptions};
-use mos_head::{MixtureConfig, OutputLayer, SoftmaxConfig};
+use mos_head::{
+    decode::BeamSearch, ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer, SoftmaxConfig,
+};
 use rand::seq::{IteratorRandom, SliceRandom};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
@@ -29,7 +32,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 #[derive(Parser)]
 struct Args {
-    /// Folder with train and valid in both languages; without it, a built-in language
+    /// Folder with train and valid in both languages; without it, a built-in language.
     #[arg(long, value_name = "DIR")]
     data: Option<PathBuf>,
     #[arg(long, num_args = 2, default_values = ["de", "en"])]
@@ -38,7 +41,8 @@ struct Args {
     epochs: usize,
 }
 
-/// Words and their stems, where `_` stands for gender and number; then the plural's ending or the noun's gender.
+/// Each entry is a word and its stem, in which `_` stands for gender and number, then the plural's ending or the noun's
+/// gender.
 const DETERMINERS: &str = "the l_ ,the l_ s,a un_ ,two dos s,my mi_ ,my mi_ s";
 const ADJECTIVES: &str = "big grand_,small pequ_,old viej_,young yun_,red rus_,green verd_,good bon_,quiet kalm_,\
     happy felic_,strange stran_,rich rik_,tired lac_, , , , , , ";
@@ -48,7 +52,8 @@ const NOUNS: &str = "dog kan o,cat gat a,girl fil a,boy filk o,king reg o,queen 
 const VERBS: &str = "sees see vid,loves love am,finds find trov,follows follow sekv,draws draw desen,hears hear aud,\
     likes like plac,knows know kon,paints paint pint,remembers remember memor,wants want vol,meets meet renkont";
 
-/// "the big dog sees two old cats today" and "hodi lo kano grando dos gatas viejas vidat".
+/// Makes a sentence in both languages, such as "the big dog sees two old cats today" and "hodi lo kano grando dos gatas
+/// viejas vidat".
 fn sentence(rng: &mut StdRng) -> [String; 2] {
     let mut pick = |list: &'static str| list.split(',').choose(rng).unwrap().split(' ').collect::<Vec<_>>();
     let mut phrase = || {
@@ -57,20 +62,20 @@ fn sentence(rng: &mut StdRng) -> [String; 2] {
         let target = format!("{} {}_ {} {}", determiner[1], noun[1], first[1], second[1]);
         (source, target.replace('_', &[noun[2], determiner[2]].concat()), determiner[2] == "s")
     };
-    let ((subject, new_subject, plural), (object, new_object, _)) = (phrase(), phrase());
+    let ((subject, target_subject, is_plural), (object, target_object, _)) = (phrase(), phrase());
     let (verb, adverb) = (pick(VERBS), pick(ADVERBS));
-    let (old_verb, ending) = if plural { (verb[1], "ant") } else { (verb[0], "at") };
-    let source = format!("{subject} {old_verb} {object} {}", adverb[0]);
-    let target = format!("{} {new_subject} {new_object} {}{ending}", adverb[1], verb[2]);
+    let (source_verb, ending) = if is_plural { (verb[1], "ant") } else { (verb[0], "at") };
+    let source = format!("{subject} {source_verb} {object} {}", adverb[0]);
+    let target = format!("{} {target_subject} {target_object} {}{ending}", adverb[1], verb[2]);
     [source, target].map(|text| text.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// The pairs for training, and others for validation.
+/// Makes or reads the pairs for training, and those for validation.
 fn pairs(args: &Args) -> Result<[Vec<[String; 2]>; 2]> {
     let Some(folder) = &args.data else {
         let (mut rng, mut seen) = (StdRng::seed_from_u64(1), HashSet::new());
-        let mut new = std::iter::repeat_with(|| sentence(&mut rng)).filter(|pair| seen.insert(pair[0].clone()));
-        return Ok([8000, 500].map(|count| new.by_ref().take(count).collect()));
+        let mut new_pairs = std::iter::repeat_with(|| sentence(&mut rng)).filter(|pair| seen.insert(pair[0].clone()));
+        return Ok([8000, 500].map(|count| new_pairs.by_ref().take(count).collect()));
     };
     let read = |file: String| std::fs::read_to_string(folder.join(&file)).map_err(|error| format!("{file}: {error}"));
     let pairs = |name: &str| -> Result<Vec<_>> {
@@ -85,7 +90,7 @@ const START: u32 = 1;
 const END: u32 = 2;
 const UNKNOWN: u32 = 3;
 
-/// Four special tokens, then the words that occur at least twice in one side of the pairs, sorted.
+/// Returns four special tokens, then the words that occur at least twice in one side of the pairs, sorted.
 fn vocabulary(pairs: &[[String; 2]], side: usize) -> Vec<String> {
     let mut counts = BTreeMap::<&str, usize>::new();
     pairs.iter().flat_map(|pair| pair[side].split_whitespace()).for_each(|word| *counts.entry(word).or_default() += 1);
@@ -93,7 +98,7 @@ fn vocabulary(pairs: &[[String; 2]], side: usize) -> Vec<String> {
     ["<pad>", "<s>", "</s>", "<unk>"].into_iter().chain(words).map(String::from).collect()
 }
 
-/// Sources and targets as token ids, with END at the end.
+/// Returns sources and targets as token ids, with `END` at the end.
 fn encode(pairs: &[[String; 2]], words: &[Vec<String>; 2]) -> Vec<[Vec<u32>; 2]> {
     let find = |side: usize, word: &str| words[side][4..].binary_search_by(|known| known.as_str().cmp(word));
     let id = |side, word: &str| find(side, word).map_or(UNKNOWN, |i| i as u32 + 4);
@@ -101,17 +106,19 @@ fn encode(pairs: &[[String; 2]], words: &[Vec<String>; 2]) -> Vec<[Vec<u32>; 2]>
     pairs.iter().map(|[source, target]| [encode(0, source), encode(1, target)]).collect()
 }
 
-/// Random batches of pairs, by their numbers. The sources of a batch have one length: the encoder needs no mask.
+/// Makes random batches of pairs, by their numbers. The sources of a batch have one length, so that the encoder needs
+/// no mask.
 fn batches(pairs: &[[Vec<u32>; 2]], size: usize, rng: &mut StdRng) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..pairs.len()).collect();
     order.shuffle(rng);
     order.sort_by_key(|&i| [pairs[i][0].len(), pairs[i][1].len()]);
-    let of_one_length = order.chunk_by(|&a, &b| pairs[a][0].len() == pairs[b][0].len());
-    let mut batches: Vec<_> = of_one_length.flat_map(|group| group.chunks(size).map(<[usize]>::to_vec)).collect();
+    let equal_lengths = order.chunk_by(|&a, &b| pairs[a][0].len() == pairs[b][0].len());
+    let mut batches: Vec<_> = equal_lengths.flat_map(|group| group.chunks(size).map(<[usize]>::to_vec)).collect();
     batches.shuffle(rng);
     batches
 }
 
+/// Makes a tensor of token ids `[rows, longest row]`, with `PAD` after shorter rows.
 fn padded<'a>(rows: impl Iterator<Item = &'a Vec<u32>> + Clone) -> Result<Tensor> {
     let width = rows.clone().map(Vec::len).max().unwrap_or(0);
     let ids = rows.flat_map(|row| row.iter().copied().chain(std::iter::repeat(PAD)).take(width));
@@ -128,7 +135,8 @@ struct Model {
     head: Box<dyn OutputLayer>,
 }
 
-/// A decoder's state, and the values and keys that it attends to. The rows are sentences, or hypotheses of a beam.
+/// This is a decoder's state, and the values and keys that it attends to. The rows are sentences, or hypotheses of a
+/// beam.
 type State = (LSTMState, [Tensor; 2]);
 
 impl Model {
@@ -145,7 +153,7 @@ impl Model {
         })
     }
 
-    /// Sources [batch, positions] -> the state before the first target.
+    /// Computes the state before the first target from sources `[batch, positions]`.
     fn encode(&self, sources: &Tensor, training: bool) -> Result<State> {
         let read = |lstm: &LSTM, ids: &Tensor| -> Result<Tensor> {
             let inputs = self.dropout.forward(&self.embeddings[0].forward(ids)?, training)?;
@@ -157,7 +165,8 @@ impl Model {
         Ok((LSTMState::new(h.clone(), h.zeros_like()?), [values.clone(), self.score.forward(&values)?]))
     }
 
-    /// Token ids [batch, steps] -> hidden states [batch, steps, hidden], by the attention of Luong et al. (2015).
+    /// Computes the hidden states `[batch, steps, hidden]` of token ids `[batch, steps]`, with the attention of Luong
+    /// et al. (2015).
     fn decode(&self, ids: &Tensor, (state, [values, keys]): &mut State, training: bool) -> Result<Tensor> {
         let inputs = self.dropout.forward(&self.embeddings[1].forward(ids)?, training)?;
         let states = self.decoder.seq_init(&inputs, state)?;
@@ -168,7 +177,7 @@ impl Model {
         Ok(self.dropout.forward(&self.combine.forward(&attended)?.tanh()?, training)?)
     }
 
-    /// The mean NLL and the number of the targets; trains with an optimizer, else evaluates.
+    /// Returns the mean NLL and the number of the targets. Trains if there is an optimizer, and else evaluates.
     fn read(
         &self,
         pairs: &[[Vec<u32>; 2]],
@@ -197,7 +206,7 @@ impl Model {
         Ok([sum / count, count])
     }
 
-    /// The best target of each source by a beam search.
+    /// Finds the best target of each source by a beam search.
     fn translate(&self, pairs: &[[Vec<u32>; 2]]) -> Result<Vec<Vec<u32>>> {
         let search = BeamSearch::new(END).with_width(5).with_max_length(60).with_length_penalty(0.6);
         let mut found = vec![vec![]; pairs.len()];
@@ -216,7 +225,7 @@ impl Model {
     }
 }
 
-/// BLEU-4 in percent (Papineni et al., 2002), without smoothing.
+/// Computes BLEU-4 in percent (Papineni et al., 2002), without smoothing.
 fn bleu(found: &[String], pairs: &[[String; 2]]) -> f64 {
     let (mut matches, mut totals, mut lengths) = ([0.0; 4], [0.0; 4], [0.0; 2]);
     for (found, [_, reference]) in found.iter().zip(pairs) {
@@ -237,20 +246,53 @@ fn bleu(found: &[String], pairs: &[[String; 2]]) -> f64 {
     100.0 * (logs / 4.0 + (1.0 - lengths[1] / lengths[0]).min(0.0)).exp()
 }
 
+/// Draws uniform initial values from a seed, which candle does not take. With smaller values attention forms late.
+fn draw_initial_values(map: &VarMap, mixture: &MixtureConfig, rng: &mut StdRng) -> Result<()> {
+    let hidden = mixture.hidden_size as f32;
+    for (name, var) in map.data().lock().unwrap().iter().collect::<BTreeMap<_, _>>() {
+        let bound = match (name.as_str(), var.dims()) {
+            ("source.weight" | "target.weight", _) => 1.0,
+            ("head.decoder.weight", [_, width]) => (3.0 / *width as f32).sqrt(),
+            ("score.weight" | "combine.weight" | "head.latent.weight", _) => 3.0 / hidden.sqrt(),
+            _ => 1.0 / hidden.sqrt(),
+        };
+        let values = (0..var.elem_count()).map(|_| bound * (2.0 * rng.random::<f32>() - 1.0)).collect();
+        let values = Tensor::from_vec(values, var.shape(), &Device::Cpu)?;
+        // The components of the latent weight learn faster if they start alike.
+        let is_latent = name == "head.latent.weight";
+        var.set(&if is_latent { mixture.similar_components(&values, 0.3)? } else { values })?;
+    }
+    Ok(())
+}
+
+/// A recipe has the sizes of a model, and says how it is trained.
+struct Recipe {
+    hidden: usize,
+    /// The number of components of the mixtures.
+    components: usize,
+    /// The number of pairs of a batch.
+    batch_size: usize,
+    learning_rate: f64,
+    dropout: f32,
+}
+
+const BUILT_IN: Recipe = Recipe { hidden: 64, components: 3, batch_size: 32, learning_rate: 0.005, dropout: 0.0 };
+const TEXT: Recipe = Recipe { hidden: 256, components: 5, batch_size: 64, learning_rate: 0.0037, dropout: 0.16 };
+
 fn main() -> Result<()> {
-    // SAFETY: no other thread runs yet. (On few cores, candle's threads that spin between operations slow others down.)
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let args = Args::parse();
-    // The hidden size, the components of the mixtures, pairs in a batch, the learning rate and the dropout.
-    let recipe = |is_text| if is_text { (256, 5, 64, 0.0037, 0.16) } else { (64, 3, 32, 0.005, 0.0) };
-    let (hidden, k, size, lr, dropout) = recipe(args.data.is_some());
+    let recipe = if args.data.is_some() { TEXT } else { BUILT_IN };
+    let Recipe { hidden, components, batch_size, learning_rate, dropout } = recipe;
     let [train_texts, valid_texts] = pairs(&args)?;
     let words = [0, 1].map(|side| vocabulary(&train_texts, side));
     let [train, valid] = [&train_texts, &valid_texts].map(|texts| encode(texts, &words));
     let sizes = words.each_ref().map(Vec::len);
     // With this context size the mixtures have as many parameters as the softmax.
-    let context = ((sizes[1] - k) * hidden) as f64 / (sizes[1] + k * (hidden + 1)) as f64;
-    let mixture = MixtureConfig::new(hidden, sizes[1], k).with_context_dim(context.round() as usize);
+    let context = ((sizes[1] - components) * hidden) as f64 / (sizes[1] + components * (hidden + 1)) as f64;
+    let mixture = MixtureConfig::new(hidden, sizes[1], components).with_context_dim(context.round() as usize);
     let mixture = mixture.with_activation(ContextActivation::Identity);
     let heads = [
         ("softmax", HeadConfig::Softmax(SoftmaxConfig::new(hidden, sizes[1]))),
@@ -261,28 +303,17 @@ fn main() -> Result<()> {
     for (name, head) in heads {
         let map = VarMap::new();
         let model = Model::new(&head, sizes, hidden, dropout, VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu))?;
-        // Uniform values from a seed, which candle does not take; with smaller ones attention forms late.
         let mut rng = StdRng::seed_from_u64(1);
-        for (name, var) in map.data().lock().unwrap().iter().collect::<BTreeMap<_, _>>() {
-            let bound = match (name.as_str(), var.dims()) {
-                ("source.weight" | "target.weight", _) => 1.0,
-                ("head.decoder.weight", [_, width]) => (3.0 / *width as f32).sqrt(),
-                ("score.weight" | "combine.weight" | "head.latent.weight", _) => 3.0 / (hidden as f32).sqrt(),
-                _ => 1.0 / (hidden as f32).sqrt(),
-            };
-            let values = (0..var.elem_count()).map(|_| bound * (2.0 * rng.random::<f32>() - 1.0)).collect();
-            let values = Tensor::from_vec(values, var.shape(), &Device::Cpu)?;
-            let is_latent = name == "head.latent.weight"; // learns faster if its components start alike
-            var.set(&if is_latent { mixture.similar_components(&values, 0.3)? } else { values })?;
-        }
+        draw_initial_values(&map, &mixture, &mut rng)?;
         let parameters: usize = map.all_vars().iter().map(|var| var.elem_count()).sum();
-        let mut adam = AdamW::new(map.all_vars(), ParamsAdamW { lr, weight_decay: 0.0, ..Default::default() })?;
+        let mut adam =
+            AdamW::new(map.all_vars(), ParamsAdamW { lr: learning_rate, weight_decay: 0.0, ..Default::default() })?;
         let (mut targets, mut seconds, mut nll) = (0.0, 0.0, f64::NAN);
         for epoch in 1..=args.epochs {
             let start = Instant::now();
-            targets += model.read(&train, size, &mut rng, Some(&mut adam))?[1];
+            targets += model.read(&train, batch_size, &mut rng, Some(&mut adam))?[1];
             seconds += start.elapsed().as_secs_f64();
-            nll = model.read(&valid, size, &mut rng, None)?[0];
+            nll = model.read(&valid, batch_size, &mut rng, None)?[0];
             eprintln!("\r{name:<7}  epoch {epoch}  valid ppl {:.3}  ({seconds:.1} s)", nll.exp());
         }
         let decode = |ids: Vec<u32>| ids.iter().map(|&id| &words[1][id as usize][..]).collect::<Vec<_>>().join(" ");

@@ -1,13 +1,14 @@
-//! A model that ends in `Linear` and `cross_entropy`, and the same model with `SoftmaxHead`: the loss, the seconds and
-//! the peak memory of a training step over 1024 positions and 32,000 token ids.
+//! This example compares a model that ends in `Linear` and `cross_entropy` with the same model that ends in
+//! `SoftmaxHead`: the loss, the seconds and the peak memory of a training step over 1024 positions and 32,000 token
+//! ids.
 //!
 //!     cargo run --release --example swap_head
 //!
-//! The losses are equal but for rounding, and the step with `SoftmaxHead` takes less time and memory. Each is measured in
-//! a process of its own, because the memory that one step has freed can serve the next. It runs for some seconds on 2
-//! cores.
+//! The losses are equal but for rounding, and the step with `SoftmaxHead` takes less time and memory. Each is measured
+//! in a process of its own, because the memory that one step has freed can serve the next. The example takes some
+//! seconds on 2 cores.
 //!
-//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9; no features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9, without features.
 
 use std::process::Command;
 use std::time::Instant;
@@ -21,21 +22,22 @@ const VOCAB: usize = 32_000;
 const HIDDEN: usize = 288;
 const POSITIONS: usize = 1024;
 
-/// The body of a model: embedding and one layer. (Any model of yours.)
+/// Computes the hidden states by the body of a model, which is here an embedding and one layer, and may be any model.
 fn hidden(body: &(Embedding, Linear), tokens: &Tensor) -> Result<Tensor> {
     body.1.forward(&body.0.forward(tokens)?)?.gelu()
 }
 
-/// MiB in a line of this process's status; NaN on other systems than Linux.
+/// Reads the MiB in a line of this process's status. They are NaN on other systems than Linux.
 fn mib(line: &str) -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let kib = status.lines().find_map(|text| text.strip_prefix(line)?.trim().strip_suffix(" kB")?.parse().ok());
     kib.map_or(f64::NAN, |kib: f64| kib / 1024.0)
 }
 
-/// Runs a training step twice; prints the loss, the seconds of the second and the memory that the first adds at its peak.
+/// Runs a training step twice. Prints the loss, the seconds of the second and the memory that the first adds at its
+/// peak.
 fn measure(name: &str, step: impl Fn() -> Result<f32>) -> Result<()> {
-    let _ = std::fs::write("/proc/self/clear_refs", "5"); // the peak starts anew
+    let _ = std::fs::write("/proc/self/clear_refs", "5"); // the peak is measured from here on
     let before = mib("VmRSS:");
     step()?;
     let (extra, start) = (mib("VmHWM:") - before, Instant::now());
@@ -45,8 +47,8 @@ fn measure(name: &str, step: impl Fn() -> Result<f32>) -> Result<()> {
 }
 
 fn main() -> Result<()> {
-    // Between operations candle's threads spin, which on few cores keeps other threads from working.
-    // SAFETY: no other thread runs yet.
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let Some(output) = std::env::args().nth(1) else {
         for output in ["logits", "head"] {

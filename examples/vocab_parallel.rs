@@ -1,18 +1,19 @@
-//! Trains a language model whose vocabulary is cut among the processes of an MPI program, and saves it for any number.
+//! This example trains a language model whose vocabulary is cut among the processes of an MPI program, and saves it for
+//! any number of processes.
 //!
 //!     apt-get install openmpi-bin libopenmpi-dev libclang-dev    # Debian
 //!     cargo build --release --features mpi --example vocab_parallel
 //!     RAYON_NUM_THREADS=1 mpirun -n 2 target/release/examples/vocab_parallel
 //!     RAYON_NUM_THREADS=1 mpirun -n 3 target/release/examples/vocab_parallel --resume --epochs 8
 //!
-//! Embedding and LSTM are the same on every process. Of the decoder, and of Adam's moments for it, each has the rows of
-//! its own words, in memory and on the disk. The language has 1500 words and a known entropy.
+//! Embedding and LSTM are the same on every process. Each process has the rows of its own words of the decoder, and of
+//! Adam's moments for the decoder, in memory and on the disk. The language has 1500 words and a known entropy.
 //!
 //! In half a minute on 2 cores, one or two processes reach perplexity 6.9354; that of the language is 5.5929. Runs of 1
-//! to 3 processes differ in the sixth digit; with `--double`, one and two print the same ten digits. If a process fails,
-//! the others end with an error too.
+//! to 3 processes differ in the sixth digit; with `--double`, one and two print the same ten digits. If a process
+//! fails, the others end with an error too.
 //!
-//! Dependencies of a copy: candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3 (feature `mpi`),
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.3 (feature `mpi`),
 //! rand 0.9, rand_distr 0.5.
 
 use std::collections::{BTreeMap, HashMap};
@@ -27,8 +28,8 @@ use candle_nn::rnn::{LSTMState, LSTM, RNN};
 use candle_nn::{embedding, lstm, Embedding, LSTMConfig, VarBuilder, VarMap};
 use clap::Parser;
 use mos_head::{
-    save_sharded, Collectives, ContextActivation, Loss, LossOptions, MixtureConfig, MixtureOfSoftmaxes, Mpi,
-    OutputLayer, ShardedCheckpoint, VocabParallel, VocabShard,
+    distributed::{save_sharded, Collectives, Mpi, ShardedCheckpoint, VocabParallel, VocabShard},
+    ContextActivation, Loss, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer,
 };
 use rand::{distr::weighted::WeightedIndex, rngs::StdRng, Rng, SeedableRng};
 use rand_distr::StandardNormal;
@@ -37,19 +38,19 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 #[derive(Parser)]
 struct Args {
-    /// Number of epochs, those before a resumption included
+    /// Number of epochs, those before a resumption included.
     #[arg(long, default_value_t = 6)]
     epochs: u32,
-    /// Folder of the checkpoint, which all processes see
+    /// Folder of the checkpoint, which all processes see.
     #[arg(long, default_value = "target/vocab_parallel")]
     dir: PathBuf,
-    /// Goes on from the checkpoint, which any number of processes may have written
+    /// Goes on from the checkpoint, which any number of processes may have written.
     #[arg(long)]
     resume: bool,
-    /// Computes in double precision
+    /// Computes in double precision.
     #[arg(long)]
     double: bool,
-    /// Seconds that processes wait for each other
+    /// Seconds that processes wait for each other.
     #[arg(long, default_value_t = 300)]
     time_limit: u64,
 }
@@ -58,15 +59,18 @@ const VOCAB: usize = 1500;
 const HIDDEN: usize = 32;
 const CONTEXT: usize = 16;
 const COMPONENTS: usize = 6;
-/// Texts that are read in parallel, steps of backpropagation through time, and windows of as many steps in an epoch.
+/// The number of texts that are read in parallel.
 const STREAMS: usize = 128;
+/// The number of steps of backpropagation through time.
 const STEPS: usize = 4;
+/// The number of windows of as many steps in an epoch.
 const WINDOWS: usize = 400;
-const RATE: f64 = 0.01;
-/// Factor of the learning rate per epoch.
+const LEARNING_RATE: f64 = 0.01;
+/// The factor of the learning rate per epoch.
 const DECAY: f64 = 0.7;
 
-/// P(next | word) = sum_k pi_k(word) softmax(E c_k(word)) with 4 components and 8 columns, and its entropy, of each word.
+/// Computes P(next | word) = sum_k pi_k(word) softmax(E c_k(word)), with 4 components and 8 columns, and its entropy,
+/// for each word.
 fn language() -> Result<Vec<(WeightedIndex<f64>, f64)>> {
     let softmax = |logits: Vec<f64>| {
         let sum: f64 = logits.iter().map(|z| z.exp()).sum();
@@ -90,7 +94,7 @@ fn language() -> Result<Vec<(WeightedIndex<f64>, f64)>> {
     (0..VOCAB).map(word).collect()
 }
 
-/// Words [STREAMS, length + 1], and the mean entropy of those that follow another.
+/// Returns words `[STREAMS, length + 1]`, and the mean entropy of those that follow another.
 fn texts(language: &[(WeightedIndex<f64>, f64)], length: usize, seed: u64) -> Result<(Tensor, f64)> {
     let mut rng = StdRng::seed_from_u64(seed);
     let (mut words, mut sum) = (Vec::new(), 0.0);
@@ -106,7 +110,7 @@ fn texts(language: &[(WeightedIndex<f64>, f64)], length: usize, seed: u64) -> Re
     Ok((Tensor::from_vec(words, (STREAMS, length + 1), &Device::Cpu)?, sum / (STREAMS * length) as f64))
 }
 
-/// Whether each rank has its own rows of a tensor, and not the whole.
+/// Returns whether each rank has its own rows of a tensor, and not the whole.
 fn is_cut(name: &str) -> bool {
     name.starts_with("head.decoder.")
 }
@@ -146,7 +150,7 @@ impl Model {
         Ok(Model { embedding, lstm, head, parameters })
     }
 
-    /// The mean loss of texts, of which `each` is called with the loss of every window.
+    /// Computes the mean loss of texts. `each` is called with the loss of every window.
     fn read(&self, texts: &Tensor, options: &LossOptions, each: impl Fn(usize, &Loss) -> Result<()>) -> Result<f64> {
         let (mut sum, mut count, mut state) = (0.0, 0.0, self.lstm.zero_state(STREAMS)?);
         for (window, start) in (0..texts.dim(1)? - 1).step_by(STEPS).enumerate() {
@@ -163,10 +167,10 @@ impl Model {
         Ok(sum / count)
     }
 
-    /// A step of Adam, whose moments candle's `AdamW` does not let a checkpoint have. Each rank steps alone: it has the
-    /// gradient of its own rows, and of all other parameters the same gradient as the other ranks.
+    /// Takes a step of Adam, whose moments candle's `AdamW` does not give to a checkpoint. Each rank takes its step
+    /// alone: it has the gradient of its own rows, and for all other parameters the same gradient as the other ranks.
     fn step(&self, gradients: &GradStore, step: f64) -> Result<()> {
-        let rate = RATE * DECAY.powf(step / WINDOWS as f64);
+        let rate = LEARNING_RATE * DECAY.powf(step / WINDOWS as f64);
         let (first, second) = (1.0 - 0.9f64.powf(step), 1.0 - 0.999f64.powf(step));
         for [mean, square, var] in self.parameters.values() {
             let Some(gradient) = gradients.get(var) else { continue };
@@ -178,13 +182,14 @@ impl Model {
         Ok(())
     }
 
-    /// The tensors of a checkpoint, by name.
+    /// Returns the tensors of a checkpoint, by name.
     fn tensors(&self) -> impl Iterator<Item = (String, &Var)> {
         self.parameters.iter().flat_map(|(name, vars)| {
             [".mean", ".square", ""].iter().zip(vars).map(move |(end, var)| (format!("{name}{end}"), var))
         })
     }
 
+    /// Writes a checkpoint together with the other ranks.
     fn save(&self, index: &Path, epoch: u32) -> Result<()> {
         let tensors = self.tensors().map(|(name, var)| (name, var.as_tensor().clone()));
         let (rows, mut replicated): (HashMap<_, _>, HashMap<_, _>) = tensors.partition(|(name, _)| is_cut(name));
@@ -192,7 +197,7 @@ impl Model {
         Ok(save_sharded(self.head.shard(), index, &rows, &replicated)?)
     }
 
-    /// Reads a checkpoint of any number of ranks; returns its epoch.
+    /// Reads a checkpoint of any number of ranks. Returns its epoch.
     fn load(&self, index: &Path) -> Result<u32> {
         let checkpoint = ShardedCheckpoint::open(index)?;
         for (name, var) in self.tensors() {
@@ -237,12 +242,12 @@ fn train(args: &Args, ranks: Arc<dyn Collectives>) -> Result<()> {
 
 fn main() -> Result<ExitCode> {
     // Between operations candle's threads spin, which keeps other processes from working.
-    // SAFETY: no other thread runs yet.
+    // SAFETY: No other thread runs yet.
     unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let args = Args::parse();
     let ranks = Arc::new(Mpi::with_time_limit(Duration::from_secs(args.time_limit))?);
     let Err(error) = train(&args, ranks.clone()) else { return Ok(ExitCode::SUCCESS) };
-    // Before `ranks` waits for the others to end: one of them may end this process.
+    // The error is printed before `ranks` waits for the others to end, because one of them may end this process.
     eprintln!("rank {}: {error}", ranks.rank());
     Ok(ExitCode::FAILURE)
 }

@@ -45,7 +45,7 @@ pack() {
     local tests
     mapfile -t tests < <(device_tests)
     local build=(--locked --features cuda --message-format=json)
-    cargo test --release --no-run "${build[@]}" "${tests[@]/#/--test=}" | copy_executables test- "${tests[@]}"
+    cargo test --release --no-run "${build[@]}" --features distributed "${tests[@]/#/--test=}" | copy_executables test- "${tests[@]}"
     cargo build --release -p lab "${build[@]}" "${PROGRAMS[@]/#/--bin=}" | copy_executables '' "${PROGRAMS[@]}"
     cargo bench --no-run "${build[@]}" "${BENCHES[@]/#/--bench=}" | copy_executables bench- "${BENCHES[@]}"
     strip "$folder"/*
@@ -85,10 +85,8 @@ run_steps() {
     : >"$out/steps.jsonl"
     for shape in "${SHAPES[@]}"; do
         for dtype in bf16 f32; do
-            for filter in 0 0.001; do
-                limited "$folder/step_time" --shape "$shape" --dtype "$dtype" --device cuda --filter "$filter" \
-                    >>"$out/steps.jsonl" 2>>"$out/steps.log" || echo "failed: $shape $dtype, filter $filter"
-            done
+            limited "$folder/step_time" --shape "$shape" --dtype "$dtype" --device cuda \
+                >>"$out/steps.jsonl" 2>>"$out/steps.log" || echo "failed: $shape $dtype"
             for implementation in ${PEERS:+${PEER_IMPLEMENTATIONS:-products compile log-space eager}}; do
                 limited python3 "$PEERS" --shape "$shape" --dtype "$dtype" --device cuda --implementation "$implementation" \
                     >>"$out/steps.jsonl" 2>>"$out/steps.log" || echo "failed: $shape $dtype, $implementation"
@@ -104,7 +102,6 @@ for line in open(sys.argv[1]) if os.path.exists(sys.argv[1]) else []:
         milliseconds = lambda name: f"{1e3 * row[name]:.2f} ms" if row.get(name) else ""
         extra, ratio = row.get("peak_extra_mib", row.get("extra_mib")), row.get("mixture_over_products")
         name = row.get("implementation") or row["library"].split()[0] + " " + row["impl"]
-        name += f", filter {row['filter']}" if row.get("filter") else ""
         print(f"| {row['shape']} | {row.get('dtype', 'f32')} | {name} | {milliseconds('seconds')} "
               f"| {'' if extra is None else round(extra)} | {milliseconds('mixture_seconds')} "
               f"| {'' if ratio is None else round(ratio, 2)} |")
@@ -146,7 +143,7 @@ run_sanitizer() {
 
 run_profile() {
     command -v ncu >/dev/null || { echo "no ncu"; return; }
-    local kernels='regex:^(row_|position_|mixture_log_probs|live_rows|gather_rows|scatter_rows|top_k)'
+    local kernels='regex:^(row_|position_|mixture_log_probs|top_k)'
     local metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum
     metrics+=,gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed
     for shape in ptb llm; do

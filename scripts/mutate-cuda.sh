@@ -47,7 +47,6 @@ mutant gpu/chunks.rs 'Argument::Write(ids.at(positions.start * k))' 'Argument::W
 # Barriers
 mutant gpu/rows.h $'synchronize();\n    x = of_warps[0];' 'x = of_warps[0];'
 mutant gpu/rows.h $'synchronize();\n    return x;' 'return x;'
-mutant gpu/rows.h $'synchronize();\n    int at = 0;' 'int at = 0;'
 
 # A vocabulary that ranks share
 expect scripts/check-cuda-on-linux.sh --test vocab_parallel gpu

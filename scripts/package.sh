@@ -11,5 +11,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for archive in "$target"/package/{mos-codes,mos-head}-"$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)".crate; do
     tar -xf "$archive" -C "$folder"
-    (cd "$folder/$(basename "$archive" .crate)" && CARGO_TARGET_DIR=$target cargo test --locked --release "$@")
+    features=()
+    [[ $archive != */mos-head-* ]] || features=(--features distributed)
+    (cd "$folder/$(basename "$archive" .crate)" && CARGO_TARGET_DIR=$target cargo test --locked --release "${features[@]}" "$@")
 done

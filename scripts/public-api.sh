@@ -27,9 +27,9 @@ tool=(--quiet --locked --manifest-path tests/public_api/Cargo.toml)
 cargo fetch "${tool[@]}" || skip "the dependencies of tests/public_api cannot be fetched"
 cargo build "${tool[@]}" --target-dir "$target/public-api"
 
-# `serde` adds implementations, `mpi` the type `Mpi`, which needs an MPI to build, `nccl` the type `Nccl`, which needs CUDA;
-# the other features add no items.
-RUSTDOC=$PWD/tests/public_api/rustdoc cargo rustdoc --quiet --locked --lib --features serde --target-dir "$target" -- \
+# `distributed` adds items, `serde` implementations, `mpi` the type `Mpi`, which needs an MPI to build, `nccl` the type `Nccl`,
+# which needs CUDA; the other features add no items.
+RUSTDOC=$PWD/tests/public_api/rustdoc cargo rustdoc --quiet --locked --lib --features distributed,serde --target-dir "$target" -- \
     -Z unstable-options --output-format json --cap-lints allow
 "$target/public-api/debug/public_api" "$target/doc/mos_head.json" >"$target/public-api.txt"
 

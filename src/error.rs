@@ -86,7 +86,7 @@ pub enum Error {
         vocab_size: usize,
     },
     /// A target, or an id that is scored, is not in the set of its position, see
-    /// [`AllowedIds`](crate::AllowedIds::with_targets_added).
+    /// [`AllowedIds`](crate::sets::AllowedIds::with_targets_added).
     #[error("token id {got} at position {position} is not among its allowed ids")]
     NotAllowed {
         /// The first such position in the flattened leading dimensions.
@@ -94,7 +94,7 @@ pub enum Error {
         /// The target, or the id.
         got: i64,
     },
-    /// No id is allowed at a position, see [`AllowedIds`](crate::AllowedIds::with_empty_as_full).
+    /// No id is allowed at a position, see [`AllowedIds`](crate::sets::AllowedIds::with_empty_as_full).
     #[error("no id is allowed at position {position}")]
     EmptySet {
         /// The first such position in the flattened leading dimensions.
@@ -107,7 +107,7 @@ pub enum Error {
         position: usize,
     },
     /// The divergence of a student from a teacher is infinite: one of them gives no probability to what the other may
-    /// say, see [`Divergence`](crate::Divergence).
+    /// say, see [`Divergence`](crate::distill::Divergence).
     #[error("the divergence at position {position} is infinite: student and teacher have other possible ids")]
     InfiniteDivergence {
         /// The first such position in the flattened leading dimensions.
@@ -136,7 +136,7 @@ pub enum Error {
         got: f64,
     },
     /// A request cannot be answered, and with it none of its batch, see
-    /// [`TokenRequest::check`](crate::TokenRequest::check).
+    /// [`TokenRequest::check`](crate::decode::TokenRequest::check).
     #[error("request {index}: {error}")]
     Request {
         /// The place of the first such request among those that are given.
@@ -216,7 +216,8 @@ pub enum Error {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::VarBuilder;
-/// use mos_head::{AdaptiveConfig, AdaptiveSoftmax, Error, LossOptions, OptionName, OutputLayer};
+/// use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
+/// use mos_head::{Error, LossOptions, OptionName, OutputLayer};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
@@ -238,18 +239,17 @@ pub enum OptionName {
     ZLoss,
     /// [`OutputLayer::log_probs`](crate::OutputLayer::log_probs), and what is computed from them
     LogProbs,
-    /// [`ScoreOptions::entropy`](crate::ScoreOptions::entropy) or [`PolicyOptions::entropy`](crate::PolicyOptions::entropy)
+    /// [`ScoreOptions::entropy`](crate::score::ScoreOptions::entropy) or
+    /// [`PolicyOptions::entropy`](crate::policy::PolicyOptions::entropy)
     Entropy,
-    /// [`ScoreOptions::outside`](crate::ScoreOptions::outside)
+    /// [`ScoreOptions::outside`](crate::score::ScoreOptions::outside)
     Outside,
-    /// [`ScoreOptions::temperature`](crate::ScoreOptions::temperature) or
-    /// [`PolicyOptions::temperature`](crate::PolicyOptions::temperature)
+    /// [`ScoreOptions::temperature`](crate::score::ScoreOptions::temperature) or
+    /// [`PolicyOptions::temperature`](crate::policy::PolicyOptions::temperature)
     Temperature,
-    /// [`LossOptions::gradient_filter`](crate::LossOptions::gradient_filter)
-    GradientFilter,
     /// [`LossOptions::correct`](crate::LossOptions::correct)
     Correct,
-    /// [`ScoreOptions::is_argmax`](crate::ScoreOptions::is_argmax)
+    /// [`ScoreOptions::is_argmax`](crate::score::ScoreOptions::is_argmax)
     IsArgmax,
     /// [`LossOptions::with_sampled_softmax`](crate::LossOptions::with_sampled_softmax)
     SampledSoftmax,
@@ -261,9 +261,9 @@ pub enum OptionName {
     Softcap,
     /// [`LossOptions::reduction`](crate::LossOptions::reduction)
     Reduction,
-    /// [`Sampling::ancestral`](crate::Sampling::ancestral)
+    /// [`Sampling::ancestral`](crate::decode::Sampling::ancestral)
     Ancestral,
-    /// [`Sampling::component_temperature`](crate::Sampling::component_temperature)
+    /// [`Sampling::component_temperature`](crate::decode::Sampling::component_temperature)
     ComponentTemperature,
 }
 
@@ -276,7 +276,6 @@ impl fmt::Display for OptionName {
             OptionName::Entropy => "entropy",
             OptionName::Outside => "outside",
             OptionName::Temperature => "temperature",
-            OptionName::GradientFilter => "gradient_filter",
             OptionName::Correct => "correct",
             OptionName::IsArgmax => "is_argmax",
             OptionName::SampledSoftmax => "sampled_softmax",

@@ -17,19 +17,13 @@
 //! | [`MixtureOfContexts`] | the prior-weighted mean of K contexts, one component | one softmax of width d |
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
-//! Each is a [`Head`], a [`Projection`] and a [`Decoder`]; a projection of your own is a head in the same way. A model
-//! that reads its head from a file has a [`HeadConfig`], saved beside the weights: a mixture's activation is in no tensor.
+//! Each is a [`Head`], a projection and a decoder ([`parts`]); a projection of your own is a head in the same way. A
+//! model that reads its head from a file has a [`HeadConfig`], saved beside the weights: a mixture's activation is in no
+//! tensor.
 //!
-//! Two heads for large vocabularies compute a softmax over frequent ids or classes, and of the rest only the clusters
-//! that have a target:
-//!
-//! | head | levels | cost |
-//! |---|---|---|
-//! | [`AdaptiveSoftmax`] | frequent ids and clusters, by any of the above; the ids of each cluster, from narrower contexts | about a softmax over the frequent ids |
-//! | [`HierarchicalSoftmax`] | classes, by any of the above; the ids of each class | about two softmaxes over sqrt(vocab) ids |
-//!
-//! The first three can also train on a sample of the vocabulary ([`LossOptions::with_sampled_softmax`], with negatives
-//! drawn from a [`NoiseDistribution`]), and with a decoder whose rows are computed from spellings ([`CharCnn`]).
+//! Two heads for large vocabularies, in [`two_level`], compute a softmax over frequent ids or classes, and of the rest
+//! only the clusters that have a target. The heads above can also train on a sample of the vocabulary ([`sampled`]), and
+//! with a decoder whose rows are computed from spellings ([`CharCnn`](parts::CharCnn)).
 //!
 //! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`];
 //! heads that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for
@@ -42,9 +36,21 @@
 //! the number of positions or components: by default a chunk on the CPU has up to 480 rows of logits (235 MiB at 128
 //! 256 ids in f32), or more within 32 MiB. The contexts `[positions, K, d]` and the gradients are held whole.
 //!
-//! Decoding reads the distribution of each position in tiles: the `k` most probable token ids ([`OutputLayer::top_k`]),
-//! a sample under the truncation and temperature of [`Sampling`] ([`OutputLayer::sample`]), whole sequences
-//! ([`BeamSearch`]).
+//! # Modules
+//!
+//! The root has what every program needs: heads, their configurations, losses and errors.
+//!
+//! | module | what a head is asked for, or built of |
+//! |---|---|
+//! | [`decode`] | the most probable token ids, samples, the next tokens of a server, beam search |
+//! | [`sets`] | every result over the token ids that are allowed at a position |
+//! | [`score`] | log-probabilities and entropies with gradients; losses of your own |
+//! | [`policy`] | PPO and GRPO |
+//! | [`distill`] | divergences from a teacher |
+//! | [`sampled`] | training on a sample of the vocabulary |
+//! | [`two_level`] | the adaptive and the hierarchical softmax |
+//! | [`parts`] | projections, decoders, decoder rows from spellings, low-rank adapters |
+//! | [`distributed`] | vocabularies and texts that are cut among the processes of a distributed program |
 //!
 //! # Example
 //!
@@ -86,7 +92,6 @@
 //! | [`with_z_loss`](LossOptions::with_z_loss) | keeps the normalisers of the logits near zero |
 //! | [`with_workspace_bytes`](LossOptions::with_workspace_bytes) | the budget of the workspace |
 //! | [`with_precision`](LossOptions::with_precision) | products of f32 rounded to bf16, for CPUs with units for it |
-//! | [`with_gradient_filter`](LossOptions::with_gradient_filter) | skips the gradient of components with a small responsibility |
 //! | [`with_correct`](LossOptions::with_correct) | also tells which targets are the most probable ids, and counts them |
 //! | [`with_sampled_softmax`](LossOptions::with_sampled_softmax), [`with_nce`](LossOptions::with_nce) | a training step over a sample of the vocabulary |
 //! | [`with_decoder_rows`](LossOptions::with_decoder_rows) | the gradient of a sample's rows, in place of the whole decoder's |
@@ -96,35 +101,6 @@
 //! scale, softcap ([`SoftmaxConfig`], [`MixtureConfig`]). To fine-tune a model, a head takes a low-rank adapter of its
 //! decoder ([`Head::with_adapter`]); a frozen decoder ([`Head::with_frozen_decoder`]), or any operand that does not depend
 //! on a variable, costs no product for its gradient.
-//!
-//! # Log-probabilities and entropies with gradients
-//!
-//! | | products with / without gradients |
-//! |---|---|
-//! | [`log_prob`](OutputLayer::log_prob), [`score`](OutputLayer::score) | 4 / 1: log-probabilities of one or several candidates, and the entropy, at a temperature |
-//! | [`policy_loss`](OutputLayer::policy_loss) | 3 / 1: PPO and GRPO, with their gradients ([`PolicyOptions`]) |
-//! | [`distill`](OutputLayer::distill) | 3 from a teacher's list of ids, 4 from a [`Teacher`] with the same vocabulary: forward and reverse Kullback-Leibler and Jensen-Shannon divergence ([`DistillOptions`]) |
-//! | [`score_loss`](Mixture::score_loss), [`log_prob_loss`](Mixture::log_prob_loss) | 3 / 1: a function of your own of the log-probabilities of some ids, the entropy and the mass of all others, or of the log-probabilities of all ids |
-//! | [`log_probs`](OutputLayer::log_probs) | 4 / 1, and a tensor of the vocabulary's size |
-//!
-//! Heads that are one mixture compute them chunk by chunk; heads of two levels, and the GPU for all but `log_prob` of one
-//! id, from the log-probabilities of all ids. On a GPU a loss of all log-probabilities takes a product more.
-//!
-//! # Decoding
-//!
-//! | | |
-//! |---|---|
-//! | [`top_k`](OutputLayer::top_k), [`argmax`](OutputLayer::argmax) | the most probable token ids under the whole mixture; of equals the lowest |
-//! | [`log_prob`](OutputLayer::log_prob), [`log_probs`](OutputLayer::log_probs) | log-probabilities of given ids; of all ids, which other samplers take in place of logits, but for penalties of repetition |
-//! | [`sample`](OutputLayer::sample) | temperature of the mixture or of its components, top-k, top-p, min-p; the same seed draws the same ids |
-//! | [`next_tokens`](OutputLayer::next_tokens) | serving: for each of several [`TokenRequest`]s, which have their own seed, sampling and [`Constraints`], a token id, its log-probabilities, the most probable ids and the entropy, from one read of the decoder |
-//! | [`with_ancestral`](Sampling::with_ancestral) | draws a component, then an id: the distribution of the mixture at nearly the cost of one softmax |
-//! | [`Restricted`], [`Mixture::restricted`] | every result, losses included, of the distribution renormalised over [`AllowedIds`]: one set for all positions, or what a sampler kept at each |
-//! | [`BeamSearch`] | the most probable sequences of a batch, n-best, with length penalty; the model is a closure |
-//! | [`prune`](MixtureLayer::prune) | removes components whose priors sum to at most m, with a bound of the total variation |
-//!
-//! The log-sum-exps need all logits of a position once; beyond them, distributions are read in tiles. A NaN
-//! distribution is an error that names its position.
 //!
 //! # Threads
 //!
@@ -157,8 +133,9 @@
 //! |---|---|
 //! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
 //! | `serde` | `Serialize` and `Deserialize` for configurations |
-//! | `mpi` | [`Collectives`] over MPI, for heads whose vocabulary is cut among processes |
-//! | `nccl` | [`Collectives`] over NCCL, for ranks with an NVIDIA GPU each; run on an emulated driver, not yet on a GPU |
+//! | `distributed` | heads whose vocabulary is cut among ranks, ranks with texts of their own, and checkpoints of both, in [`distributed`] |
+//! | `mpi` | `distributed`, and its engine over MPI |
+//! | `nccl` | `distributed`, and its engine over NCCL, for ranks with an NVIDIA GPU each; run on an emulated driver, not yet on a GPU |
 //! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); run on an emulated driver, not yet on a GPU |
 //! | `metal` | kernels for Apple GPUs (f32, f16, bf16); run on an emulated device, not yet on a GPU |
 //!
@@ -182,21 +159,16 @@
 //!
 //! - Zhilin Yang, Zihang Dai, Ruslan Salakhutdinov, William W. Cohen: *Breaking the Softmax Bottleneck: A High-Rank RNN
 //!   Language Model*. ICLR 2018, arXiv 1711.03953.
-//! - PPO: Schulman, Wolski, Dhariwal, Radford, Klimov: *Proximal Policy Optimization Algorithms*. 2017, arXiv
-//!   1707.06347.
-//! - GRPO: Shao et al.: *DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models*. 2024,
-//!   arXiv 2402.03300.
 
 #![warn(unreachable_pub)]
 
-mod deprecated;
+mod public;
 
-mod distributed;
+pub mod distributed;
 
-mod beam_search;
 mod head_config;
 
-mod two_level;
+pub mod two_level;
 
 mod allowed;
 
@@ -215,36 +187,14 @@ mod tensors;
 
 mod error;
 
-pub use allowed::{AllowedIds, Restricted, RestrictedMixture};
-pub use backend::collectives::{Collectives, Numbers};
-pub use backend::divergence::Divergence;
 pub use backend::plan::{Kernels, Plan};
-pub use backend::shard::VocabShard;
-pub use beam_search::{BeamSearch, Hypothesis};
-pub use decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig};
-pub use decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenRequest, TopK};
-#[allow(deprecated)]
-pub use deprecated::Proposal;
-#[cfg(feature = "mpi")]
-pub use distributed::Mpi;
-#[cfg(feature = "nccl")]
-pub use distributed::Nccl;
-pub use distributed::{save_sharded, DataParallel, ShardedCheckpoint, VocabParallel};
 pub use error::{Error, OptionName, Result};
 pub use head_config::HeadConfig;
 pub use heads::{
-    Configured, ContextActivation, Contexts, Head, Identity, MixedContexts, MixtureConfig, MixtureLayer,
-    MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Projection, SoftmaxConfig, SoftmaxHead,
+    ContextActivation, Head, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
+    OutputLayer, SoftmaxConfig, SoftmaxHead,
 };
-pub use loss::{
-    DecoderRows, GradientSum, Loss, LossOptions, Negatives, NoiseDistribution, Precision, Reduction, SampledLoss,
-};
-pub use mixture::{
-    linear_cross_entropy, ChunkLogProbs, ChunkScores, ChunkTerms, DistillOptions, MissingIds, Mixture, Teacher,
-};
-pub use scores::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
-pub use scores::{ScoreOptions, Scores};
+pub use loss::{GradientSum, Loss, LossOptions, Precision, Reduction};
+pub use mixture::{linear_cross_entropy, Mixture};
+pub use public::{decode, distill, parts, policy, sampled, score, sets};
 pub use tensors::dropout::DropoutMasks;
-pub use two_level::{
-    Adaptive, AdaptiveConfig, AdaptiveSoftmax, Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax, TwoLevel,
-};

@@ -6,9 +6,11 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use common::check::numbers;
 use common::{dtypes, on_each_device};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::two_level::{AdaptiveConfig, HierarchicalConfig};
 use mos_head::{
-    AdaptiveConfig, Error, GradientSum, HeadConfig, HierarchicalConfig, LossOptions, MixtureConfig, MixtureOfSoftmaxes,
-    NoiseDistribution, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    Error, GradientSum, HeadConfig, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
+    SoftmaxConfig, SoftmaxHead,
 };
 
 const HIDDEN: usize = 12;
@@ -108,7 +110,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn so_are_sums_weights_smoothing_the_filter_and_small_budgets(device: &Device) -> Result<()> {
+    fn so_are_sums_weights_smoothing_and_counted_predictions(device: &Device) -> Result<()> {
         let base = LossOptions::new().with_ignore_index(IGNORED);
         let weights = Tensor::from_iter((0..VOCAB).map(|id| 0.5 + (id % 3) as f32), device)?;
         let mixture = HeadConfig::MixtureOfSoftmaxes(MixtureConfig::new(HIDDEN, VOCAB, 3).with_context_dim(8));
@@ -116,7 +118,6 @@ on_each_device! {
             base.clone().with_reduction(Reduction::Sum),
             base.clone().with_class_weights(weights),
             base.clone().with_label_smoothing(0.1),
-            base.clone().with_gradient_filter(0.2),
             base.clone().with_correct(true),
         ] {
             batches_equal_one(device, DType::F32, |vb| mixture.build(vb), &options)?;

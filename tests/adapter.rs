@@ -7,10 +7,12 @@ use candle_nn::VarBuilder;
 use common::check::numbers;
 use common::compare::{assert_close, Tolerance};
 use common::{dtypes, exact, on, on_each_device};
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::parts::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, Identity, LowRankAdapter, LowRankConfig};
+use mos_head::sampled::NoiseDistribution;
 use mos_head::{
-    CharCnn, CharCnnConfig, ContextActivation, Decoder, DecoderConfig, Error, GradientSum, Head, Identity, LossOptions,
-    LowRankAdapter, LowRankConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
-    NoiseDistribution, OptionName, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxHead,
+    ContextActivation, Error, GradientSum, Head, LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
+    MixtureTensors, OptionName, OutputLayer, Reduction, Result, SoftmaxHead,
 };
 
 const VOCAB: usize = 41;
@@ -76,7 +78,7 @@ impl Parameters {
             decoder_weight: weight,
             decoder_bias: Some(self.bias.as_tensor().clone()),
         };
-        fn adapted<P: mos_head::Projection + 'static>(
+        fn adapted<P: mos_head::parts::Projection + 'static>(
             head: Head<P>,
             adapter: Option<LowRankAdapter>,
         ) -> Result<Box<dyn MixtureLayer>> {

@@ -8,10 +8,11 @@ use common::allowed::{assert_config, assert_near, cases, ids, of_lists, tensors,
 use common::check::numbers;
 use common::scores::compare;
 use common::{exact, on, on_each_device};
-use mos_head::{
-    AllowedIds, Error, LossOptions, Mixture, Negatives, NoiseDistribution, OptionName, Reduction, Result, Sampler,
-    Sampling, ScoreOptions,
-};
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::sampled::{Negatives, NoiseDistribution};
+use mos_head::score::ScoreOptions;
+use mos_head::sets::AllowedIds;
+use mos_head::{Error, LossOptions, Mixture, OptionName, Reduction, Result};
 
 /// The relative tolerance of values, and of gradients.
 fn tolerance(dtype: DType) -> (f64, f64) {
@@ -642,10 +643,9 @@ fn options_of_lists_follow_the_conventions_or_are_refused() -> Result<()> {
 
     let shared = mixture.restricted(&AllowedIds::new(&case.lists()[0]).with_targets_added(true))?;
     let negatives: Negatives = NoiseDistribution::log_uniform(case.vocab)?.draw(4, 1)?;
-    let refused: [(OptionName, LossOptions); 5] = [
+    let refused: [(OptionName, LossOptions); 4] = [
         (OptionName::LabelSmoothing, LossOptions::new().with_label_smoothing(0.1)),
         (OptionName::ZLoss, LossOptions::new().with_z_loss(0.1)),
-        (OptionName::GradientFilter, LossOptions::new().with_gradient_filter(0.1)),
         (OptionName::SampledSoftmax, LossOptions::new().with_sampled_softmax(negatives.clone())),
         (OptionName::Nce, LossOptions::new().with_nce(negatives)),
     ];

@@ -10,10 +10,15 @@ use common::allowed::{assert_config, assert_near, cases, ids, of_lists, values, 
 use common::check::numbers;
 use common::given::{places, Given};
 use common::scores::compare;
+use mos_head::decode::{BeamSearch, Sampler, Sampling};
+use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+use mos_head::parts::LowRankAdapter;
+use mos_head::policy::{PolicyBatch, PolicyOptions};
+use mos_head::score::ScoreOptions;
+use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::{
-    AllowedIds, BeamSearch, DistillOptions, Divergence, DropoutMasks, Error, Loss, LossOptions, LowRankAdapter,
-    MissingIds, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OptionName, OutputLayer, PolicyBatch, PolicyOptions,
-    Restricted, Result, Sampler, Sampling, ScoreOptions, SoftmaxHead, Teacher,
+    DropoutMasks, Error, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OptionName, OutputLayer,
+    Result, SoftmaxHead,
 };
 
 /// The most probable ids are those of a sort of the set; no id is outside.
@@ -297,7 +302,7 @@ fn beam_search_never_leaves_the_set() -> Result<()> {
             let log_probs = head.log_probs(&embeddings.index_select(tokens, 0)?)?;
             let index = Tensor::new(shared.as_slice(), &Device::Cpu)?;
             let small = log_softmax(&log_probs.index_select(&index, 1)?, 1)?;
-            let mut top = mos_head::TopK::from_log_probs(&small, k.min(6))?;
+            let mut top = mos_head::decode::TopK::from_log_probs(&small, k.min(6))?;
             top.token_ids = index.index_select(&top.token_ids.flatten_all()?, 0)?.reshape(top.token_ids.shape())?;
             Ok(top)
         })?;

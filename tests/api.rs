@@ -4,10 +4,10 @@ use std::fmt::{Debug, Display};
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
+use mos_head::two_level::{AdaptiveSoftmax, HierarchicalSoftmax};
 use mos_head::{
-    AdaptiveSoftmax, ContextActivation, Error, HierarchicalSoftmax, Loss, LossOptions, Mixture, MixtureConfig,
-    MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Plan, Reduction, Result, SoftmaxConfig,
-    SoftmaxHead,
+    ContextActivation, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts,
+    MixtureOfSoftmaxes, OutputLayer, Plan, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 fn is_shareable<T: Send + Sync + 'static>() {}

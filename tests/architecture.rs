@@ -5,8 +5,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// How many modules `lib.rs` may list: the entries of `src` beside it.
-const TOP_LEVEL: usize = 16;
+/// How many entries `src` may have, `lib.rs` among them.
+const TOP_LEVEL: usize = 15;
 
 type Files = BTreeMap<String, String>;
 type Imports = BTreeMap<String, BTreeSet<String>>;
@@ -89,8 +89,9 @@ fn imports_never_turn_back() {
     let mut all = Files::new();
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), "", &mut all);
     all.retain(|module, _| !module.contains("testing"));
-    let order: Vec<&str> = all[""].lines().filter_map(|line| line.strip_prefix("mod ")?.strip_suffix(';')).collect();
-    assert!(order.len() <= TOP_LEVEL, "{} entries in src", order.len());
+    let module = |line| str::strip_prefix(line, "pub ").unwrap_or(line).strip_prefix("mod ")?.strip_suffix(';');
+    let order: Vec<&str> = all[""].lines().filter_map(module).collect();
+    assert!(order.len() < TOP_LEVEL, "{} entries in src", order.len());
     for (folder, child) in pairs(&all_imports(&all)) {
         println!("{folder} and {child} import each other's layer, if re-exports count");
     }

@@ -2,7 +2,8 @@
 //! number of threads, so that a sampler draws the same ids.
 
 use candle_core::{DType, Device, Tensor};
-use mos_head::{Mixture, NextToken, Result, Sampler, Sampling, TokenRequest};
+use mos_head::decode::{NextToken, Sampler, Sampling, TokenRequest};
+use mos_head::{Mixture, Result};
 
 const VOCAB: usize = 1021;
 const MOST: usize = 70;

@@ -7,7 +7,8 @@ use std::cell::RefCell;
 use candle_core::{DType, Device, Tensor};
 use common::check::numbers;
 use common::on_each_device;
-use mos_head::{BeamSearch, Error, Hypothesis, OutputLayer, Result, SoftmaxHead, TopK};
+use mos_head::decode::{BeamSearch, Hypothesis, TopK};
+use mos_head::{Error, OutputLayer, Result, SoftmaxHead};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 5;

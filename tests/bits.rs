@@ -19,7 +19,8 @@ use std::collections::HashSet;
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::VarBuilder;
 use digest::Digest;
-use mos_head::{linear_cross_entropy, Loss, Mixture, Result, TopK};
+use mos_head::decode::TopK;
+use mos_head::{linear_cross_entropy, Loss, Mixture, Result};
 use problem::{char_cnn, sampler, uniform, Problem, Sizes, BASE};
 
 const CPU: Device = Device::Cpu;
@@ -72,10 +73,9 @@ fn every_head(cases: &mut Cases) {
 fn every_option(cases: &mut Cases) {
     let options =
         "mean sum none penalty ignore_some ignore_all ignore_absent position_weights class_weights smoothing \
-        z_loss filter hits budget sum+budget+smoothing none+budget+hits none+filter evaluation evaluation+budget+sum \
+        z_loss hits budget sum+budget+smoothing none+budget+hits evaluation evaluation+budget+sum \
         sum+penalty+smoothing+z_loss+hits+ignore_some+position_weights+class_weights \
         none+smoothing+z_loss+hits+ignore_some+position_weights+class_weights+budget \
-        filter+hits+ignore_some+position_weights+class_weights+budget+penalty \
         evaluation+none+smoothing+z_loss+hits+ignore_some+position_weights+class_weights";
     DTYPES.iter().for_each(|dtype| cases.losses("options", "mos3", *dtype, options));
     cases.losses("options", "softmax", DType::F32, options);
@@ -112,7 +112,7 @@ fn shapes(cases: &mut Cases) {
     ] {
         for (head, dtype) in [("softmax", DType::F32), ("mos3", DType::F32), ("mos2", DType::BF16)] {
             cases.run(name, head, sizes, dtype, |problem, digest| {
-                problem.losses("mean none+hits smoothing+z_loss+ignore_some filter evaluation", digest)?;
+                problem.losses("mean none+hits smoothing+z_loss+ignore_some evaluation", digest)?;
                 problem.decode(digest)
             });
             cases.run(&format!("{name}/budget"), head, sizes, dtype, |problem, digest| {
@@ -169,7 +169,7 @@ fn views(cases: &mut Cases) {
                 let mut values = variable.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
                 values[45] = value;
                 variable.set(&Tensor::from_vec(values, variable.shape(), &CPU)?.to_dtype(dtype)?)?;
-                problem.losses("mean none+smoothing hits filter+ignore_some evaluation", digest)?;
+                problem.losses("mean none+smoothing hits evaluation", digest)?;
                 digest.tensor(&problem.layer().log_probs(&problem.hidden)?)
             });
         }
@@ -184,7 +184,7 @@ fn functions(cases: &mut Cases) {
             let log_priors = candle_nn::ops::log_softmax(&problem.variable("priors", &[3, 7, 2])?, D::Minus1)?;
             let mixture = Mixture::new(&contexts, Some(&log_priors), &problem.variables()["weight"].t()?, None)?;
             for mixture in [mixture.clone(), mixture.with_logit_scale(1.7)?.with_softcap(3.0)?] {
-                for options in ["mean", "none+smoothing+ignore_some", "filter+hits"] {
+                for options in ["mean", "none+smoothing+ignore_some", "hits"] {
                     let loss = mixture.loss(&problem.targets, &problem.options(options)?)?;
                     problem.digest_loss(&loss, options, digest)?;
                 }
@@ -248,7 +248,7 @@ fn decoding(cases: &mut Cases) {
             Ok(())
         });
         cases.run("plan", head, BASE, dtype, |problem, digest| {
-            for options in ["mean", "budget", "smoothing", "hits+budget", "filter", "evaluation", "evaluation+hits"] {
+            for options in ["mean", "budget", "smoothing", "hits+budget", "evaluation", "evaluation+hits"] {
                 digest.text(&problem.mixture_layer().plan(&problem.hidden, &problem.options(options)?)?.to_string());
             }
             Ok(())

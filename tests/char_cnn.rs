@@ -8,9 +8,11 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::{dtypes, on_each_device};
+use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::sampled::NoiseDistribution;
 use mos_head::{
-    CharCnn, CharCnnConfig, ContextActivation, Error, LossOptions, MixtureConfig, MixtureOfContexts,
-    MixtureOfSoftmaxes, NoiseDistribution, OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
+    ContextActivation, Error, LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result,
+    SoftmaxConfig, SoftmaxHead,
 };
 
 /// Empty, short, with equal windows, longer than the rest.

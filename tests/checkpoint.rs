@@ -16,10 +16,8 @@ use checkpoint::{
     assert_rank_loads, assert_same, bits, loads_with_another_cut, of_rank, tensor, whole, Folder, Tensors, DTYPES,
     INDEX, VOCAB,
 };
-use mos_head::{
-    save_sharded, Collectives, Error, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result,
-    ShardedCheckpoint, VocabParallel, VocabShard,
-};
+use mos_head::distributed::{save_sharded, Collectives, ShardedCheckpoint, VocabParallel, VocabShard};
+use mos_head::{Error, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result};
 use ranks::on_ranks;
 
 impl Folder {

@@ -12,9 +12,10 @@ use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::reference::truth;
 use common::{exact, on_each_device};
+use mos_head::decode::{BeamSearch, Sampler, Sampling, TopK};
 use mos_head::{
-    BeamSearch, ContextActivation, DropoutMasks, Error, Loss, LossOptions, MixtureLayer, OptionName, OutputLayer,
-    Reduction, Result, Sampler, Sampling, SoftmaxHead, TopK,
+    ContextActivation, DropoutMasks, Error, Loss, LossOptions, MixtureLayer, OptionName, OutputLayer, Reduction,
+    Result, SoftmaxHead,
 };
 
 /// An ordinary softmax of candle's operations.
@@ -153,7 +154,6 @@ on_each_device! {
         let options = [
             (OptionName::LabelSmoothing, LossOptions::new().with_label_smoothing(0.1)),
             (OptionName::ZLoss, LossOptions::new().with_z_loss(0.1)),
-            (OptionName::GradientFilter, LossOptions::new().with_gradient_filter(0.1)),
             (OptionName::Correct, LossOptions::new().with_correct(true)),
         ];
         for (name, options) in options {
@@ -188,7 +188,7 @@ on_each_device! {
             TopK::from_log_probs(&head.log_probs(&step(tokens, parents)?)?, k)
         })?;
         for ((mine, theirs), without) in mine.iter().zip(&theirs).zip(&without) {
-            let tokens = |found: &Vec<mos_head::Hypothesis>| found.iter().map(|h| h.token_ids.clone()).collect::<Vec<_>>();
+            let tokens = |found: &Vec<mos_head::decode::Hypothesis>| found.iter().map(|h| h.token_ids.clone()).collect::<Vec<_>>();
             assert_eq!(tokens(mine), tokens(theirs));
             assert_eq!(mine, without);
         }

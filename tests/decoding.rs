@@ -6,9 +6,8 @@ use candle_core::{DType, Device, Tensor};
 use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
-use mos_head::{
-    DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, Sampler, Sampling, SoftmaxHead, TopK,
-};
+use mos_head::decode::{Sampler, Sampling, TopK};
+use mos_head::{DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, SoftmaxHead};
 
 const SIZES: Sizes = Sizes::new(5, 3, 4, 30);
 

@@ -9,9 +9,12 @@ use candle_nn::{VarBuilder, VarMap};
 use common::given::{places, Given};
 use common::scores::{check_central_differences, compare, Case};
 use common::{dtypes, on_each_device};
+use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+use mos_head::score::ChunkTerms;
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, ChunkTerms, DistillOptions, Divergence, DropoutMasks, Error, MissingIds, Mixture,
-    MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Reduction, Result, SoftmaxHead, Teacher,
+    DropoutMasks, Error, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
+    SoftmaxHead,
 };
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use rand_distr::StandardNormal;

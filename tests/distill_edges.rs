@@ -6,10 +6,10 @@ mod common;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::given::{places, Given};
-use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, DistillOptions, Divergence, Error, Loss, MissingIds, Mixture,
-    MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Restricted, Result, SoftmaxHead, Teacher,
-};
+use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+use mos_head::sets::{AllowedIds, Restricted};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
+use mos_head::{Error, Loss, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxHead};
 
 const DIVERGENCES: [Divergence; 4] =
     [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.5), Divergence::JensenShannon(0.1)];

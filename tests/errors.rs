@@ -7,11 +7,15 @@ use candle_nn::{Embedding, VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
+use mos_head::decode::{BeamSearch, Sampler, Sampling, TopK};
+use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::score::ScoreOptions;
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    linear_cross_entropy, AdaptiveConfig, AdaptiveSoftmax, BeamSearch, CharCnn, CharCnnConfig, Classes,
-    ContextActivation, Error, GradientSum, HierarchicalConfig, HierarchicalSoftmax, Loss, LossOptions, Mixture,
-    MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, NoiseDistribution, OutputLayer,
-    Reduction, Result, Sampler, Sampling, ScoreOptions, SoftmaxConfig, SoftmaxHead, TopK,
+    linear_cross_entropy, ContextActivation, Error, GradientSum, Loss, LossOptions, Mixture, MixtureConfig,
+    MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, SoftmaxConfig,
+    SoftmaxHead,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 2, 7);
@@ -261,10 +265,9 @@ on_each_device! {
     fn options_out_of_range_are_refused(device: &Device) -> Result<()> {
         let (inf, nan) = (f64::INFINITY, f64::NAN);
         type With = fn(LossOptions, f64) -> LossOptions;
-        let cases: [(&str, With, &[f64]); 3] = [
+        let cases: [(&str, With, &[f64]); 2] = [
             ("label_smoothing", LossOptions::with_label_smoothing, &[-0.1, 1.0, 1.5, inf, nan]),
             ("z_loss", LossOptions::with_z_loss, &[-1e-4, -inf, inf, nan]),
-            ("gradient_filter", LossOptions::with_gradient_filter, &[-0.1, 1.0, 2.0, nan]),
         ];
         for (name, with, values) in cases {
             for &value in values {
@@ -274,14 +277,6 @@ on_each_device! {
                     }
                 }
             }
-        }
-        Ok(())
-    }
-
-    fn a_filter_with_a_z_loss_is_refused(device: &Device) -> Result<()> {
-        let options = LossOptions::new().with_z_loss(1e-4).with_gradient_filter(0.01);
-        for (_, loss) in losses(device, &targets(device)?, &options)? {
-            assert_config(loss, "gradient_filter", &["z_loss", "got 0.01"]);
         }
         Ok(())
     }

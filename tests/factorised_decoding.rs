@@ -10,10 +10,9 @@ use candle_nn::{VarBuilder, VarMap};
 use common::check::numbers;
 use common::factorised::{build, variables, Kind, Values, CUTOFFS, HIDDEN, KINDS, VOCAB};
 use common::{exact, on_each_device};
-use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, BeamSearch, Classes, Error, HierarchicalConfig, HierarchicalSoftmax, LossOptions,
-    OptionName, OutputLayer, Reduction, Result, Sampler, Sampling, SoftmaxConfig, SoftmaxHead, TopK,
-};
+use mos_head::decode::{BeamSearch, Sampler, Sampling, TopK};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
+use mos_head::{Error, LossOptions, OptionName, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead};
 
 /// The parameters of the root multiplied by a factor: its distribution is flat or peaked.
 fn sharpened(mut values: Values, factor: f64) -> Values {
@@ -189,7 +188,6 @@ on_each_device! {
             for (unsupported, options) in [
                 (OptionName::LabelSmoothing, LossOptions::new().with_label_smoothing(0.1)),
                 (OptionName::ZLoss, LossOptions::new().with_z_loss(0.1)),
-                (OptionName::GradientFilter, LossOptions::new().with_gradient_filter(0.1)),
                 (OptionName::Correct, LossOptions::new().with_correct(true)),
             ] {
                 let error = head.loss(&hidden, &targets, &options).expect_err("unsupported");

@@ -1,8 +1,6 @@
 //! A frozen head gives hidden states their gradient, and no parameter; a frozen decoder leaves the others theirs.
 
 mod common;
-#[path = "common/ranks.rs"]
-mod ranks;
 
 use std::sync::Arc;
 
@@ -12,14 +10,16 @@ use candle_nn::{embedding, linear, Linear, Module, VarBuilder, VarMap};
 use common::check::numbers;
 use common::compare::{assert_close, Tolerance};
 use common::{exact, on_each_device};
+use mos_head::distill::{DistillOptions, Divergence, Teacher};
+use mos_head::parts::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig, Projection};
+use mos_head::policy::{PolicyBatch, PolicyOptions};
+use mos_head::score::ScoreOptions;
+use mos_head::sets::{AllowedIds, Restricted};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, CharCnn, CharCnnConfig, Classes, Decoder, DecoderConfig,
-    DistillOptions, Divergence, DropoutMasks, Head, HierarchicalConfig, HierarchicalSoftmax, LossOptions,
-    LowRankAdapter, LowRankConfig, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer,
-    PolicyBatch, PolicyOptions, Projection, Restricted, Result, ScoreOptions, SoftmaxConfig, SoftmaxHead, Teacher,
-    VocabParallel, VocabShard,
+    DropoutMasks, Head, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer,
+    Result, SoftmaxConfig, SoftmaxHead,
 };
-use ranks::on_ranks;
 
 const HIDDEN: usize = 6;
 const VOCAB: usize = 19;
@@ -233,28 +233,4 @@ fn a_projection_of_ones_own_is_not_frozen_by_default() -> Result<()> {
     let gradients = head.frozen()?.loss(&hidden, &targets, &LossOptions::new())?.backward()?;
     assert_eq!(trained(&vars, &gradients), ["own.bias", "own.weight"]);
     Ok(())
-}
-
-#[test]
-fn a_frozen_head_of_several_ranks_gives_hidden_states_alone_a_gradient() -> Result<()> {
-    let value = |shape: &[usize], seed: usize| -> Result<Tensor> {
-        let numbers = (0..shape.iter().product()).map(|i: usize| ((i * 37 + seed * 11) % 23) as f64 / 11.0 - 1.0);
-        Ok(Tensor::from_iter(numbers, &Device::Cpu)?.reshape(shape)?)
-    };
-    let of_rank = |ranks| -> Result<()> {
-        let shard = VocabShard::new(ranks, VOCAB)?;
-        let rows = shard.range();
-        let (weight, hidden) = (value(&[VOCAB, HIDDEN], 1)?, Var::from_tensor(&value(&[3, HIDDEN], 2)?)?);
-        let weight = Var::from_tensor(&weight.narrow(0, rows.start, rows.len())?)?;
-        let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
-        let head = VocabParallel::new(head, shard)?;
-        let targets = Tensor::new(&[0u32, 5, 18], &Device::Cpu)?;
-        let of = |head: &dyn OutputLayer| head.loss(&hidden, &targets, &LossOptions::new())?.backward();
-        let (whole, found) = (of(&head)?, of(&*head.frozen()?)?);
-        assert!(whole.get(&weight).is_some() && found.get(&weight).is_none());
-        let [found, whole] = [found, whole].map(|store| numbers(store.get(&hidden).expect("a gradient")));
-        assert_close("hidden", &found, &whole, None, Tolerance::gradient(DType::F64));
-        Ok(())
-    };
-    on_ranks(2, of_rank).into_iter().collect()
 }

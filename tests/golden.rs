@@ -11,7 +11,8 @@ use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::scores::compare;
 use common::{dtypes, on_each_device};
-use mos_head::{ContextActivation, LossOptions, Mixture, Reduction, Result, ScoreOptions};
+use mos_head::score::ScoreOptions;
+use mos_head::{ContextActivation, LossOptions, Mixture, Reduction, Result};
 use serde_json::Value;
 
 fn golden() -> Value {
@@ -63,7 +64,6 @@ fn objective(golden: &Value, options: &Value) -> Objective {
         class_weights: weights("class_weights"),
         label_smoothing: number("label_smoothing").unwrap_or(0.0),
         z_loss: number("z_loss").unwrap_or(0.0),
-        filter: 0.0,
     }
 }
 

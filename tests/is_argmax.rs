@@ -7,10 +7,12 @@ use candle_nn::{VarBuilder, VarMap};
 use common::check::numbers;
 use common::scores::Case;
 use common::{dtypes, exact, on, on_each_device};
+use mos_head::score::{ChunkTerms, ScoreOptions, Scores};
+use mos_head::sets::AllowedIds;
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, ChunkTerms, Error, HierarchicalConfig, HierarchicalSoftmax,
-    LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OptionName, OutputLayer, Result,
-    ScoreOptions, Scores, SoftmaxConfig, SoftmaxHead,
+    Error, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OptionName, OutputLayer, Result,
+    SoftmaxConfig, SoftmaxHead,
 };
 
 /// The mixture of a case on a device.
@@ -103,7 +105,6 @@ on_each_device! {
                 asked.clone(),
                 asked.clone().with_label_smoothing(0.1),
                 asked.clone().with_z_loss(1e-3),
-                asked.clone().with_gradient_filter(0.01),
                 LossOptions::new().with_correct(true).with_ignore_index(-1),
             ] {
                 let loss = mixture.loss(&targets, &options)?;
@@ -268,8 +269,9 @@ fn distributions_of_ones_own_have_it() -> Result<()> {
 fn a_loss_of_scores_refuses_it() -> Result<()> {
     let mixture = mixture(&Case::new(2, 1, 3, 5), DType::F32, &Device::Cpu)?;
     let ids = Tensor::zeros(2, DType::U32, &Device::Cpu)?;
-    let terms =
-        |scores: mos_head::ChunkScores| Ok(ChunkTerms::new(scores.log_prob.neg()?, scores.log_prob.ones_like()?));
+    let terms = |scores: mos_head::score::ChunkScores| {
+        Ok(ChunkTerms::new(scores.log_prob.neg()?, scores.log_prob.ones_like()?))
+    };
     let error = mixture.score_loss(&ids, &ScoreOptions::new().with_is_argmax(true), terms).expect_err("refused");
     assert!(matches!(error, Error::Unsupported { option: OptionName::IsArgmax, .. }), "{error:?}");
     Ok(())

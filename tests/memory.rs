@@ -10,10 +10,11 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
-use mos_head::{
-    CharCnn, CharCnnConfig, ChunkScores, ChunkTerms, GradientSum, LossOptions, LowRankAdapter, LowRankConfig, Mixture,
-    NoiseDistribution, OutputLayer, Result, Sampler, Sampling, ScoreOptions, SoftmaxHead,
-};
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::parts::{CharCnn, CharCnnConfig, LowRankAdapter, LowRankConfig};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions};
+use mos_head::{GradientSum, LossOptions, Mixture, OutputLayer, Result, SoftmaxHead};
 
 /// The system's allocator, which counts the bytes in use and their peak.
 struct Counting;

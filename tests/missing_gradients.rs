@@ -6,9 +6,10 @@ use candle_core::{DType, Device, Module, Tensor, Var, D};
 use candle_nn::{
     ops, rotary_emb, AdamW, Embedding, LayerNorm, Linear, Optimizer, ParamsAdamW, RmsNorm, VarBuilder, VarMap,
 };
+use mos_head::sampled::NoiseDistribution;
+use mos_head::two_level::{HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    Error, HierarchicalConfig, HierarchicalSoftmax, LossOptions, MixtureConfig, MixtureOfSoftmaxes, NoiseDistribution,
-    OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
+    Error, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 const VOCAB: usize = 12;

@@ -22,7 +22,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::Device;
-use mos_head::{Collectives, Error, Mpi, Numbers, Result, VocabShard};
+use mos_head::distributed::{Collectives, Mpi, Numbers, VocabShard};
+use mos_head::{Error, Result};
 
 /// What befalls a rank when the others wait for it: each of those that say so ends with an error.
 fn befall(fault: &str, world: Mpi) -> Result<()> {

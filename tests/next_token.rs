@@ -7,9 +7,8 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use common::{on, on_each_device};
-use mos_head::{
-    Constraints, Error, Loss, LossOptions, Mixture, NextToken, OutputLayer, Result, Sampling, SoftmaxHead, TokenRequest,
-};
+use mos_head::decode::{Constraints, NextToken, Sampling, TokenRequest};
+use mos_head::{Error, Loss, LossOptions, Mixture, OutputLayer, Result, SoftmaxHead};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 23;

@@ -28,7 +28,7 @@ fn frequent(case: &mut Case) -> i64 {
 }
 
 /// Which options are on, one letter each: (i)gnored index, posi(t)ion weights, (c)lass weights, label (s)moothing,
-/// (z)-loss, softca(p), logit sca(l)e, responsibility (f)ilter; the reduction is mean unless it is S(um) or N(one).
+/// (z)-loss, softca(p), logit sca(l)e; the reduction is mean unless it is S(um) or N(one).
 fn objective(letters: &str, case: &mut Case) -> Objective {
     let on = |letter: char| letters.contains(letter);
     case.logits = Logits { scale: if on('l') { 0.6 } else { 1.0 }, softcap: on('p').then_some(1.5) };
@@ -43,15 +43,14 @@ fn objective(letters: &str, case: &mut Case) -> Objective {
         class_weights: on('c').then(|| weights(case.sizes.vocab, 2)),
         label_smoothing: if on('s') { 0.15 } else { 0.0 },
         z_loss: if on('z') { 0.02 } else { 0.0 },
-        filter: if on('f') { 0.25 } else { 0.0 },
     }
 }
 
-const ALONE: [&str; 11] = ["", "S", "N", "i", "t", "c", "s", "z", "p", "l", "f"];
+const ALONE: [&str; 10] = ["", "S", "N", "i", "t", "c", "s", "z", "p", "l"];
 
-const COMBINED: [&str; 28] = [
+const COMBINED: [&str; 26] = [
     "it", "ic", "is", "iz", "tc", "cs", "sz", "sp", "zp", "tS", "cN", "sN", "zN", "pN", "itc", "csz", "szp", "tcsN",
-    "icsS", "itcszp", "itcszpS", "itcszpN", "itcspf", "itcspfN", "lp", "lzN", "itcszpl", "itcsplfN",
+    "icsS", "itcszp", "itcszpS", "itcszpN", "lp", "lzN", "itcszpl", "itcszplN",
 ];
 
 proptest! {
@@ -241,13 +240,13 @@ on_each_device! {
     fn only_the_value_is_differentiable(device: &Device) -> Result<()> {
         for head in ENTRIES {
             let mut case = case(head, 68);
-            let objective = objective("csf", &mut case);
+            let objective = objective("cs", &mut case);
             let options = objective.options(&case.lead, device)?.with_correct(true);
             let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
             let loss = layer.loss(&case.target_tensor(device)?, &options)?;
             assert!(loss.value.track_op());
-            let optional = [&loss.correct, &loss.dropped_mass].map(|result| result.as_ref().expect("every result"));
-            for detached in [&loss.sum, &loss.count, &loss.nll].into_iter().chain(optional) {
+            let correct = loss.correct.as_ref().expect("asked for");
+            for detached in [&loss.sum, &loss.count, &loss.nll, correct] {
                 assert!(!detached.track_op(), "{head:?}");
             }
         }
@@ -271,106 +270,16 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_filter_below_every_responsibility_is_exact(device: &Device) -> Result<()> {
-        for head in ENTRIES {
-            let case = case(head, 70);
-            let tensors = case.variables(DType::F32, device)?;
-            let layer = Layer::new(&case, &tensors)?;
-            let targets = case.target_tensor(device)?;
-            let ask = |options: &LossOptions| -> Result<_> {
-                let loss = layer.loss(&targets, options)?;
-                Ok((gradients(&loss.backward()?, &tensors), loss.dropped_mass.map(|mass| numbers(&mass))))
-            };
-            let (exact, none) = ask(&LossOptions::new())?;
-            let (off, still_none) = ask(&LossOptions::new().with_gradient_filter(0.0))?;
-            let (tiny, dropped) = ask(&LossOptions::new().with_gradient_filter(1e-12))?;
-            assert_eq!((none, still_none, dropped), (None, None, Some(vec![0.0])), "{head:?}");
-            assert_eq!(off, exact, "{head:?}");
-            for (name, exact) in exact {
-                assert_close(name, &tiny[name], &exact, None, Tolerance::gradient(DType::F32));
-            }
-        }
-        Ok(())
-    }
-
-    fn a_filter_leaves_value_and_prior_gradients_exact(device: &Device) -> Result<()> {
-        let dtype = exact(device);
-        let case = case(Head::Mixture, 71);
-        let exact = truth(&case, &Objective::default(), &[1.0]);
-        let tensors = case.variables(dtype, device)?;
-        let mut last = 0.0;
-        for threshold in [0.05, 0.2, 0.4, 0.9] {
-            let options = LossOptions::new().with_gradient_filter(threshold);
-            let loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
-            let found = gradients(&loss.backward()?, &tensors);
-            assert_close("value", &numbers(&loss.value), &exact.value, None, Tolerance::value(dtype));
-            let priors = (&found["log_priors"], &exact.gradients["log_priors"]);
-            assert_close("log_priors", priors.0, priors.1, None, Tolerance::gradient(dtype));
-            let objective = Objective { filter: threshold, ..Objective::default() };
-            let expected = truth(&case, &objective, &[1.0]).dropped_mass;
-            let dropped = numbers(&loss.dropped_mass.expect("the dropped mass"))[0];
-            assert_close("dropped_mass", &[dropped], &[expected], None, Tolerance::value(dtype));
-            assert!(dropped >= last && dropped < 1.0, "{dropped} at {threshold}");
-            last = dropped;
-        }
-        assert!(last > 0.1, "a filter of 0.9 drops more than a tenth: {last}");
-        Ok(())
-    }
-
-    fn a_filter_compares_and_sums_the_size_of_masses(device: &Device) -> Result<()> {
-        for (label_smoothing, seed) in [(0.0, 74), (0.2, 75)] {
-            for signs in ["c", "t", "ct"] {
-                for filter in [0.1, 0.3, 0.9] {
-                    let case = Case::random(Head::Mixture, SIZES, &[2, 5], seed);
-                    let objective = Objective {
-                        filter,
-                        label_smoothing,
-                        class_weights: signs.contains('c').then(|| upstream(SIZES.vocab, seed)),
-                        position_weights: signs.contains('t').then(|| upstream(POSITIONS, seed + 1)),
-                        ..Objective::reduced(Reduction::Sum)
-                    };
-                    let truth = Check::new(exact(device)).run(&case, &objective, device)?;
-                    assert!((0.0..=1.0).contains(&truth.dropped_mass), "{}", truth.dropped_mass);
-                    assert!(filter < 0.9 || truth.dropped_mass > 0.1, "{}", truth.dropped_mass);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn a_filter_sees_masses_that_cancel(device: &Device) -> Result<()> {
-        // Half of the gradient belongs to a row whose mass is nearly zero.
-        let tensor = |values: &[f32], shape: &[usize]| Tensor::from_slice(values, shape, device);
-        let contexts = Var::from_tensor(&tensor(&[1.0, 0.2, 0.2, 1.0], &[1, 2, 2])?)?;
-        let log_priors = tensor(&[0.5f32.ln(), 0.5f32.ln()], &[1, 2])?;
-        let weight = tensor(&[4.0, 0.0, 0.0, 4.0, -4.0, 0.0, 0.0, -4.0], &[4, 2])?;
-        let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
-        let options = LossOptions::new()
-            .with_reduction(Reduction::Sum)
-            .with_label_smoothing(0.3)
-            .with_class_weights(tensor(&[1.0, -1.0, 1.0, 1.0], &[4])?);
-        let ask = |options: LossOptions| -> Result<_> {
-            let loss = mixture.loss(&Tensor::new(&[0u32], device)?, &options)?;
-            let dropped = loss.dropped_mass.as_ref().map_or(0.0, |mass| numbers(mass)[0]);
-            Ok((numbers(loss.backward()?.get(&contexts).expect("a gradient")), dropped))
-        };
-        let (exact, _) = ask(options.clone())?;
-        let (filtered, dropped) = ask(options.with_gradient_filter(0.1))?;
-        let lost: f64 = exact.iter().zip(&filtered).map(|(a, b)| (a - b).abs()).sum();
-        assert!(lost < 1e-6 || dropped > 0.1, "{exact:?} {filtered:?} dropped {dropped}");
-        Ok(())
-    }
-
     fn results_are_never_minus_zero(device: &Device) -> Result<()> {
         for positions in [0, 3] {
             let case = Case::random(Head::Mixture, SIZES, &[positions], 78);
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
-            let options = LossOptions::new().with_reduction(Reduction::Sum).with_gradient_filter(1e-9);
+            let options = LossOptions::new().with_reduction(Reduction::Sum);
             let loss = layer.loss(&case.target_tensor(device)?, &options)?;
             let Layer::Mixture(mixture) = layer else { unreachable!() };
             let pruned = mixture.prune(0.0)?.total_variation;
-            for result in [Some(&loss.sum), Some(&loss.count), loss.dropped_mass.as_ref(), Some(&pruned)] {
-                let values = numbers(result.expect("a result"));
+            for result in [&loss.sum, &loss.count, &pruned] {
+                let values = numbers(result);
                 assert!(values.iter().all(|x| x.is_sign_positive()), "{positions}: {values:?}");
             }
         }

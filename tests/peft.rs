@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
-use mos_head::{Decoder, Error, LowRankAdapter, OutputLayer, Result, SoftmaxHead};
+use mos_head::parts::{Decoder, LowRankAdapter};
+use mos_head::{Error, OutputLayer, Result, SoftmaxHead};
 use serde_json::{json, Value};
 
 const VOCAB: usize = 11;

@@ -6,10 +6,9 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::scores::compare;
 use common::{exact, on, on_each_device};
-use mos_head::{
-    ChunkTerms, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, PolicyBatch,
-    PolicyNormalization, PolicyOptions, Result, ScoreOptions,
-};
+use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
+use mos_head::score::{ChunkTerms, ScoreOptions};
+use mos_head::{Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Result};
 
 /// A head whose losses of policies are composed from its log-probabilities.
 #[derive(Debug)]

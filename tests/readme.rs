@@ -47,8 +47,9 @@ fn the_loss_and_the_gradients_are_those_of_the_logits() -> Result {
 
 #[test]
 fn a_seed_draws_the_same_ids_alone_and_in_a_batch() -> Result {
+    use mos_head::decode::{Constraints, Sampling, TokenRequest};
+    use mos_head::OutputLayer;
     use mos_head::SoftmaxHead;
-    use mos_head::{Constraints, OutputLayer, Sampling, TokenRequest};
 
     let (lm_head, _, all, _) = model();
     let head = SoftmaxHead::try_from(lm_head)?;

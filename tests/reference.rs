@@ -22,7 +22,6 @@ fn everything(reduction: Reduction) -> Objective {
         class_weights: Some(weights(SIZES.vocab, 2)),
         label_smoothing: 0.1,
         z_loss: 0.01,
-        filter: 0.0,
     }
 }
 

@@ -6,9 +6,10 @@ mod common;
 use candle_core::{DType, Device, Tensor, Var};
 use common::sampled::{close, draws, numbers_of, targets, tolerance, Operands, VOCAB};
 use common::{dtypes, exact, on_each_device};
+use mos_head::sampled::NoiseDistribution;
 use mos_head::{
     ContextActivation, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts,
-    MixtureOfSoftmaxes, NoiseDistribution, OptionName, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    MixtureOfSoftmaxes, OptionName, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 on_each_device! {

@@ -8,10 +8,13 @@ use candle_nn::{VarBuilder, VarMap};
 use common::given::Given;
 use common::scores::{check_central_differences, compare, Case};
 use common::{dtypes, exact, on_each_device};
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::policy::{PolicyBatch, PolicyOptions};
+use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions, Scores};
+use mos_head::sets::{AllowedIds, Restricted};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, AllowedIds, ChunkScores, ChunkTerms, Error, HierarchicalConfig,
-    HierarchicalSoftmax, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, PolicyBatch,
-    PolicyOptions, Restricted, Result, Sampler, Sampling, ScoreOptions, Scores, SoftmaxConfig, SoftmaxHead,
+    Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 /// The relative tolerance of scores.

@@ -3,10 +3,10 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use mos_head::{
-    AdaptiveConfig, CharCnnConfig, Classes, ContextActivation, HeadConfig, HierarchicalConfig, LossOptions,
-    LowRankConfig, MixtureConfig, OutputLayer, Sampling, SoftmaxConfig,
-};
+use mos_head::decode::Sampling;
+use mos_head::parts::{CharCnnConfig, LowRankConfig};
+use mos_head::two_level::{AdaptiveConfig, Classes, HierarchicalConfig};
+use mos_head::{ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer, SoftmaxConfig};
 
 #[test]
 fn what_is_written_is_read_again() -> serde_json::Result<()> {
@@ -31,20 +31,6 @@ fn what_is_written_is_read_again() -> serde_json::Result<()> {
     assert_eq!(serde_json::from_str::<LowRankConfig>(adapter)?, LowRankConfig::new(1000, 64, 8));
     let sampling = Sampling::new().with_temperature(0.8).with_top_p(0.95).with_top_k(40);
     assert_eq!(serde_json::from_str::<Sampling>(&serde_json::to_string(&sampling)?)?, sampling);
-    Ok(())
-}
-
-#[test]
-fn names_of_earlier_versions_are_read() -> serde_json::Result<()> {
-    let sizes = r#"{"hidden": 64, "vocab": 1000}"#;
-    assert_eq!(serde_json::from_str::<SoftmaxConfig>(sizes)?, SoftmaxConfig::new(64, 1000));
-    assert_eq!(serde_json::from_str::<HierarchicalConfig>(sizes)?, HierarchicalConfig::new(64, 1000));
-    let adaptive = r#"{"hidden": 64, "vocab": 1000, "cutoffs": [100]}"#;
-    assert_eq!(serde_json::from_str::<AdaptiveConfig>(adaptive)?, AdaptiveConfig::new(64, 1000, vec![100]));
-    let mixture = r#"{"hidden": 64, "vocab": 1000, "components": 5, "context": 32}"#;
-    let expected = MixtureConfig::new(64, 1000, 5).with_context_dim(32);
-    assert_eq!(serde_json::from_str::<MixtureConfig>(mixture)?, expected);
-    assert_eq!(serde_json::from_str::<CharCnnConfig>(r#"{"context": 32}"#)?, CharCnnConfig::new(32));
     Ok(())
 }
 
@@ -91,6 +77,7 @@ fn what_is_left_out_has_its_default() -> serde_json::Result<()> {
     let expected = MixtureConfig::new(64, 1000, 5).with_context_dim(32).with_activation(ContextActivation::Identity);
     assert_eq!(serde_json::from_str::<MixtureConfig>(some)?, expected);
     assert_eq!(serde_json::from_str::<Sampling>(r#"{"temperature": 0.7}"#)?, Sampling::new().with_temperature(0.7));
+    assert_eq!(serde_json::from_str::<CharCnnConfig>(r#"{"context_dim": 32}"#)?, CharCnnConfig::new(32));
     assert!(serde_json::from_str::<MixtureConfig>(r#"{"hidden_size": 64, "vocab_size": 1000}"#).is_err());
     Ok(())
 }

@@ -13,11 +13,15 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, DeviceLocation, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
+use common::compare::{assert_close, Tolerance};
 use common::devices;
+use mos_head::distributed::{Collectives, Numbers, VocabParallel, VocabShard};
+use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::score::ScoreOptions;
 use mos_head::{
-    Collectives, Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, NoiseDistribution, Numbers,
-    OptionName, OutputLayer, PolicyBatch, PolicyNormalization, PolicyOptions, Reduction, Result, ScoreOptions,
-    SoftmaxHead, VocabParallel, VocabShard,
+    Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OptionName, OutputLayer, Reduction, Result,
+    SoftmaxHead,
 };
 use ranks::on_ranks;
 use values::tensor;
@@ -165,7 +169,7 @@ fn a_rank_sends_as_many_bytes_as_the_documentation_says() -> Result<()> {
                 Ok(counted.1.load(Ordering::Relaxed))
             };
             let of_position = 16 * components
-                + if options.label_smoothing > 0.0 { 16 * components + 16 } else { 0 }
+                + if options.label_smoothing > 0.0 { 8 * components + 16 } else { 0 }
                 + if options.train { accumulated * components * D } else { 0 };
             for bytes in on_ranks(3, sent) {
                 assert_eq!(bytes?, 136 + POSITIONS * of_position, "{components} {dtype:?} {options:?}");
@@ -523,4 +527,23 @@ fn each_rank_needs_a_token_id() {
     for result in on_ranks(3, |ranks| VocabShard::new(ranks.clone(), 10 + ranks.rank())) {
         assert!(matches!(result, Err(Error::Ranks { argument: "vocab_size", .. })));
     }
+}
+
+#[test]
+fn a_frozen_head_gives_hidden_states_alone_a_gradient() -> Result<()> {
+    let of_rank = |ranks| -> Result<()> {
+        let shard = VocabShard::new(ranks, 19)?;
+        let rows = shard.range();
+        let (weight, hidden) = (tensor(&[19, 6], 1, DType::F64)?, Var::from_tensor(&tensor(&[3, 6], 2, DType::F64)?)?);
+        let weight = Var::from_tensor(&weight.narrow(0, rows.start, rows.len())?)?;
+        let head = VocabParallel::new(SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?, shard)?;
+        let targets = Tensor::new(&[0u32, 5, 18], &Device::Cpu)?;
+        let gradients = |head: &dyn OutputLayer| head.loss(&hidden, &targets, &LossOptions::new())?.backward();
+        let (whole, found) = (gradients(&head)?, gradients(&*head.frozen()?)?);
+        assert!(whole.get(&weight).is_some() && found.get(&weight).is_none());
+        let [found, whole] = [found, whole].map(|store| numbers(store.get(&hidden).expect("a gradient")));
+        assert_close("hidden", &found?, &whole?, None, Tolerance::gradient(DType::F64));
+        Ok(())
+    };
+    on_ranks(2, of_rank).into_iter().collect()
 }

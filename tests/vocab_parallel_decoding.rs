@@ -11,10 +11,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use decoding::{equals_the_whole, head, HIDDEN, VOCAB};
-use mos_head::{
-    Collectives, Constraints, Error, OutputLayer, Result, Sampling, SoftmaxHead, TokenRequest, VocabParallel,
-    VocabShard,
-};
+use mos_head::decode::{Constraints, Sampling, TokenRequest};
+use mos_head::distributed::{Collectives, VocabParallel, VocabShard};
+use mos_head::{Error, OutputLayer, Result, SoftmaxHead};
 use ranks::on_ranks;
 use values::tensor;
 

@@ -1,15 +1,17 @@
-//! Checks of arguments, before any work.
+//! These functions check arguments before any work.
 
 use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
-/// The largest number of elements of a tensor or a table of costs: 2^40. On a 32-bit machine the addresses allow fewer.
+/// The largest number of elements of a tensor or a table of costs: 2^40, or fewer on a 32-bit machine, whose addresses
+/// do not suffice.
 pub(crate) const MOST_ELEMENTS: usize = match 1usize.checked_shl(40) {
     Some(most) => most,
     None => isize::MAX as usize / 8,
 };
 
+/// Checks that no size is zero.
 pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     match sizes.iter().find(|(_, size)| *size == 0) {
         Some((argument, size)) => Err(Error::config(argument, "at least 1", size)),
@@ -18,7 +20,7 @@ pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
 }
 
 /// Checks that a size is at most `most`.
-pub(crate) fn check_most(argument: &'static str, size: usize, most: usize) -> Result<()> {
+pub(crate) fn check_at_most(argument: &'static str, size: usize, most: usize) -> Result<()> {
     if size <= most {
         Ok(())
     } else {
@@ -26,7 +28,7 @@ pub(crate) fn check_most(argument: &'static str, size: usize, most: usize) -> Re
     }
 }
 
-/// Checks the number of costs, a product that `argument` names.
+/// Checks that the product `a b`, a number of costs that `argument` names, is at most [`MOST_ELEMENTS`].
 pub(crate) fn check_product(argument: &'static str, a: usize, b: usize) -> Result<()> {
     if a.checked_mul(b).is_some_and(|product| product <= MOST_ELEMENTS) {
         Ok(())
@@ -35,6 +37,7 @@ pub(crate) fn check_product(argument: &'static str, a: usize, b: usize) -> Resul
     }
 }
 
+/// Checks that the dtype of a tensor is one of floating-point numbers.
 pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()> {
     match tensor.dtype() {
         DType::F16 | DType::BF16 | DType::F32 | DType::F64 => Ok(()),

@@ -1,14 +1,15 @@
-//! A bijection of words and short sequences of codes.
+//! A codebook is a bijection of words and sequences of one or two codes.
 
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 
-use crate::checks::{check_most, check_sizes};
+use crate::checks::{check_at_most, check_sizes};
 use crate::error::{Error, Result};
 use crate::transfer::to_device;
 
-/// Words as sequences of one or two codes over a smaller vocabulary (Li et al., 2016; Kong et al., 2019).
+/// A codebook writes each word as a sequence of one or two codes over a smaller vocabulary (Li et al., 2016; Kong et
+/// al., 2019).
 ///
 /// A model of codes is a model of words: it reads and predicts the codes of a text with any head over the vocabulary of
 /// codes, and
@@ -17,8 +18,8 @@ use crate::transfer::to_device;
 /// log P(word | text) = log P(first code | text) + log P(second code | text, first code)
 /// ```
 ///
-/// No code that is a word by itself begins another word, so that a sequence of codes has one reading. Probability that
-/// a model gives to sequences of codes that spell no word is lost: the probabilities of words sum to at most one.
+/// No code that is a word by itself begins another word, so that a sequence of codes has one reading. The probability
+/// that a model gives to sequences of codes that spell no word is lost: the probabilities of words sum to at most one.
 ///
 /// # Examples
 ///
@@ -48,63 +49,68 @@ pub struct Codebook {
     code_count: usize,
     /// The codes of each word.
     words: Vec<Sequence>,
-    /// Codes that begin a word, ascending.
+    /// The codes that begin a word, ascending.
     firsts: Vec<u32>,
     /// The words that each code begins.
     begins: Vec<Begins>,
 }
 
-/// The codes of a word. A word with one code has it twice.
+/// This holds the codes of a word. A word with one code has it twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Sequence {
     codes: [u32; 2],
     length: usize,
 }
 
+/// A code begins no word, is a word by itself, or is the first code of several words.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Begins {
     Nothing,
     Word(u32),
-    /// Second codes, ascending, and the words.
-    Words(Vec<u32>, Vec<u32>),
+    /// The second codes ascend; `words[i]` is completed by `seconds[i]`.
+    Words {
+        seconds: Vec<u32>,
+        words: Vec<u32>,
+    },
 }
 
-/// The largest number of words, and of codes: each code takes memory, whether a word has it or not.
-pub(crate) const MOST: usize = 1 << 24;
+/// The largest number of words, and of codes. Each code takes memory, whether a word has it or not.
+pub(crate) const MOST_IDS: usize = 1 << 24;
 
 impl Codebook {
-    /// Makes the book of these sequences, one for each word, over `codes` codes.
+    /// Makes a codebook from sequences, one for each word, over `code_count` codes.
     ///
     /// # Errors
     ///
     /// If there are no words, there are more than 2^24 words or codes, a sequence is empty or longer than two codes, a
-    /// code is not below `codes`, two words have the same sequence, or one word's sequence begins with another's.
-    pub fn new(codes: usize, sequences: &[impl AsRef<[u32]>]) -> Result<Self> {
-        check_sizes(&[("words", sequences.len()), ("codes", codes)])?;
-        check_most("words", sequences.len(), MOST)?;
-        check_most("codes", codes, MOST)?;
+    /// code is not below `code_count`, two words have the same sequence, or one word's sequence begins with another's.
+    pub fn new(code_count: usize, sequences: &[impl AsRef<[u32]>]) -> Result<Self> {
+        check_sizes(&[("words", sequences.len()), ("codes", code_count)])?;
+        check_at_most("words", sequences.len(), MOST_IDS)?;
+        check_at_most("codes", code_count, MOST_IDS)?;
         let error = |word: usize, expected: &str, got: &[u32]| {
             Err(Error::config("sequences", format!("{expected} for word {word}"), format!("{got:?}")))
         };
-        let (mut words, mut tree) = (Vec::with_capacity(sequences.len()), vec![BTreeMap::new(); codes]);
-        let mut own = vec![None; codes];
+        let mut words = Vec::with_capacity(sequences.len());
+        // For each code: the word that it is by itself, and the words that it begins, by their second code.
+        let (mut own_words, mut longer_words) = (vec![None; code_count], vec![BTreeMap::new(); code_count]);
         for (word, sequence) in sequences.iter().map(AsRef::as_ref).enumerate() {
-            if let Some(code) = sequence.iter().find(|&&code| code as usize >= codes) {
-                return error(word, &format!("codes below {codes}"), &[*code]);
+            if let Some(code) = sequence.iter().find(|&&code| code as usize >= code_count) {
+                return error(word, &format!("codes below {code_count}"), &[*code]);
             }
             let free = "a sequence that no other word has or begins with";
             match *sequence {
                 [code] => {
-                    let is_free = own[code as usize].is_none() && tree[code as usize].is_empty();
+                    let is_free = own_words[code as usize].is_none() && longer_words[code as usize].is_empty();
                     if !is_free {
                         return error(word, free, sequence);
                     }
-                    own[code as usize] = Some(word as u32);
+                    own_words[code as usize] = Some(word as u32);
                     words.push(Sequence { codes: [code; 2], length: 1 });
                 }
                 [first, second] => {
-                    let taken = tree[first as usize].insert(second, word as u32).is_some();
-                    if taken || own[first as usize].is_some() {
+                    let is_taken = longer_words[first as usize].insert(second, word as u32).is_some();
+                    if is_taken || own_words[first as usize].is_some() {
                         return error(word, free, sequence);
                     }
                     words.push(Sequence { codes: [first, second], length: 2 });
@@ -112,34 +118,34 @@ impl Codebook {
                 _ => return error(word, "one or two codes", sequence),
             }
         }
-        let begins = tree.into_iter().zip(own).map(|(tree, own)| match own {
+        let begins = own_words.into_iter().zip(longer_words).map(|(own_word, longer_words)| match own_word {
             Some(word) => Begins::Word(word),
-            None if tree.is_empty() => Begins::Nothing,
+            None if longer_words.is_empty() => Begins::Nothing,
             None => {
-                let (seconds, words) = tree.into_iter().unzip();
-                Begins::Words(seconds, words)
+                let (seconds, words) = longer_words.into_iter().unzip();
+                Begins::Words { seconds, words }
             }
         });
         let begins: Vec<Begins> = begins.collect();
         let firsts = (0u32..).zip(&begins).filter(|(_, begins)| **begins != Begins::Nothing).map(|(code, _)| code);
-        Ok(Codebook { code_count: codes, words, firsts: firsts.collect(), begins })
+        Ok(Codebook { code_count, words, firsts: firsts.collect(), begins })
     }
 
-    /// The number of words.
-    pub fn words(&self) -> usize {
+    /// Returns the number of words.
+    pub fn word_count(&self) -> usize {
         self.words.len()
     }
 
-    /// The number of codes: the vocabulary of a head.
-    pub fn codes(&self) -> usize {
+    /// Returns the number of codes, which is the size of a head's vocabulary.
+    pub fn code_count(&self) -> usize {
         self.code_count
     }
 
-    /// The codes of a word.
+    /// Returns the codes of a word.
     ///
     /// # Errors
     ///
-    /// If the word is not in the book.
+    /// If the word is not in the codebook.
     pub fn codes_of(&self, word: u32) -> Result<&[u32]> {
         match self.words.get(word as usize) {
             Some(Sequence { codes, length }) => Ok(&codes[..*length]),
@@ -147,11 +153,11 @@ impl Codebook {
         }
     }
 
-    /// The codes of a text.
+    /// Returns the codes of a text.
     ///
     /// # Errors
     ///
-    /// If a word is not in the book.
+    /// If a word is not in the codebook.
     pub fn encode(&self, words: &[u32]) -> Result<Vec<u32>> {
         let mut codes = Vec::with_capacity(2 * words.len());
         for (index, word) in words.iter().enumerate() {
@@ -160,7 +166,7 @@ impl Codebook {
         Ok(codes)
     }
 
-    /// The words of a text.
+    /// Returns the words of a text of codes.
     ///
     /// # Errors
     ///
@@ -182,8 +188,8 @@ impl Codebook {
         }
     }
 
-    /// Reads the next code of a text: returns `None` if it completes a word, else the code itself, which begins one.
-    /// `first` is the result for the previous code.
+    /// Reads the next code of a text. Returns `None` if the code completes a word, and else the code itself, which
+    /// begins a word. `first` is the result for the previous code.
     ///
     /// # Errors
     ///
@@ -195,8 +201,8 @@ impl Codebook {
         })
     }
 
-    /// The codes that may come after `first`, ascending, never empty: the second codes of its words, or, if it is
-    /// `None` or a word by itself, the codes that begin a word.
+    /// Returns the codes that may come after `first`, ascending and never empty: the second codes of its words, or, if
+    /// `first` is `None` or a word by itself, the codes that begin a word.
     ///
     /// # Errors
     ///
@@ -205,13 +211,13 @@ impl Codebook {
         let Some(code) = first else { return Ok(&self.firsts) };
         match self.begins.get(code as usize) {
             Some(Begins::Word(_)) => Ok(&self.firsts),
-            Some(Begins::Words(seconds, _)) => Ok(seconds),
+            Some(Begins::Words { seconds, .. }) => Ok(seconds),
             _ => Err(Error::config("first", "a code that begins a word", code)),
         }
     }
 
-    /// A mask to add to the logits or log-probabilities of the next code, one row for each of `firsts`: it is zero
-    /// where a word begins or continues ([`Codebook::continuations`]) and minus infinity elsewhere.
+    /// Returns a mask to add to the logits or log-probabilities of the next code, with one row for each of `firsts`. It
+    /// is zero where a word begins or continues ([`Codebook::continuations`]) and minus infinity elsewhere.
     ///
     /// # Shapes
     ///
@@ -229,16 +235,17 @@ impl Codebook {
         to_device(mask, (firsts.len(), self.code_count), device)
     }
 
-    /// Reads a code: `first` is the first code of the word that it may complete, `None` at the start of a word.
+    /// Reads a code. `first` is the first code of the word that the code may complete, and `None` at the start of a
+    /// word.
     pub(crate) fn read(&self, first: Option<u32>, code: u32) -> Result<Read> {
         let found = match first {
             None => match self.begins.get(code as usize) {
                 Some(Begins::Word(word)) => Some(Read::Word(*word)),
-                Some(Begins::Words(..)) => Some(Read::First),
+                Some(Begins::Words { .. }) => Some(Read::First),
                 _ => None,
             },
             Some(first) => match self.begins.get(first as usize) {
-                Some(Begins::Words(seconds, words)) => {
+                Some(Begins::Words { seconds, words }) => {
                     seconds.binary_search(&code).ok().map(|at| Read::Word(words[at]))
                 }
                 _ => None,
@@ -251,30 +258,31 @@ impl Codebook {
         found.ok_or_else(|| Error::config("codes", expected(), code))
     }
 
-    /// The words that a code begins: the one that it is by itself, or all that continue with a second code.
+    /// Returns the words that a code begins: the word that it is by itself, or all that continue with a second code.
     pub(crate) fn words_of(&self, first: u32) -> Words<'_> {
         match &self.begins[first as usize] {
-            Begins::Nothing => Words::Two(&[], &[]),
-            Begins::Word(word) => Words::One(*word),
-            Begins::Words(seconds, words) => Words::Two(seconds, words),
+            Begins::Nothing => Words::WithTwoCodes { seconds: &[], words: &[] },
+            Begins::Word(word) => Words::WithOneCode(*word),
+            Begins::Words { seconds, words } => Words::WithTwoCodes { seconds, words },
         }
     }
 }
 
-/// What a code turns out to be when it is read.
+/// A code that is read completes a word or begins one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Read {
-    /// The last code of this word.
+    /// The code is the last one of this word.
     Word(u32),
-    /// The first of two codes.
+    /// The code is the first of two.
     First,
 }
 
-/// Words with the same first code.
+/// A first code begins these words.
 pub(crate) enum Words<'a> {
-    One(u32),
-    /// Second codes, and the words that they complete.
-    Two(&'a [u32], &'a [u32]),
+    /// The first code is this word by itself.
+    WithOneCode(u32),
+    /// `words[i]` is completed by `seconds[i]`.
+    WithTwoCodes { seconds: &'a [u32], words: &'a [u32] },
 }
 
 #[cfg(test)]

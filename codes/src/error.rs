@@ -1,11 +1,12 @@
-//! The error type of the crate: each variant names the argument, the expected value and the actual one.
+//! This is the error type of the crate. Each variant names the argument, the expected value and the actual one.
 
 use candle_core::DType;
 
-/// The result of the functions of this crate.
+/// The functions of this crate return this result.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The errors of this crate. Arguments are checked before any work, so that an error leaves no partial results.
+/// The functions of this crate return these errors. Arguments are checked before any work, so that an error leaves no
+/// partial results.
 ///
 /// # Examples
 ///
@@ -80,7 +81,7 @@ impl Error {
         Error::Config { argument, expected: expected.into(), got: got.to_string() }
     }
 
-    /// The error of one element of a list, with its index.
+    /// Adds the index of the element of a list to which the error belongs.
     pub(crate) fn at_index(self, index: usize) -> Self {
         match self {
             Error::Config { argument, expected, got } => {

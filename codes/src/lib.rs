@@ -1,11 +1,13 @@
-//! Words as one or two codes of a small dictionary, so that a language model's output layer, any of them, is over
-//! hundreds of codes in place of tens of thousands of words.
+//! This crate writes words as one or two codes of a small dictionary, so that the output layer of a language model, of
+//! whatever kind, ranges over hundreds of codes in place of tens of thousands of words.
 //!
-//! - [`Codebook`]: the bijection, with the log-probabilities of words under a model of codes, and the most probable words.
-//! - [`CodeTable`]: the tables of LightRNN and Hybrid-LightRNN, by frequency, at random, or from saved codes.
-//! - [`CodeCosts`]: what every word would cost in every row and column, from which [`Assignment`] finds a better table.
+//! - [`Codebook`] is the bijection of words and codes. It gives the log-probabilities of words under a model of codes,
+//!   and the most probable words.
+//! - [`CodeTable`] makes the tables of LightRNN and Hybrid-LightRNN by frequency, at random, or from saved codes.
+//! - [`CodeCosts`] sums what every word would cost in every row and column. From these costs an [`Assignment`] finds a
+//!   better table.
 //!
-//! The crate knows no output layer: a model is its log-probabilities `[positions, codes]`, in nats.
+//! The crate knows no output layer: it sees a model through its log-probabilities `[positions, codes]`, in nats.
 //!
 //! # References
 //!
@@ -17,23 +19,23 @@
 #![warn(unreachable_pub)]
 
 mod assignment;
-mod best_words;
 mod checks;
 mod codebook;
 mod costs;
 mod error;
 mod table;
+mod top_words;
 mod transfer;
 mod word_probability;
 
 pub use assignment::Assignment;
-pub use best_words::TopWords;
 pub use codebook::Codebook;
-pub use costs::{CodeCosts, CodePlace};
+pub use costs::{CodeCosts, TargetCode};
 pub use error::{Error, Result};
 pub use table::{CodeTable, TableConfig};
+pub use top_words::TopWords;
 
-/// The example of the README.
+/// Runs the example of the README as a test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

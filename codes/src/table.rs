@@ -1,15 +1,15 @@
-//! Tables of words: who has a code of its own, and who shares its row and its column with others.
+//! A table says which words have a code of their own, and which ones share their row and their column with others.
 
 use candle_core::{DType, Device, Tensor};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::SeedableRng;
 
-use crate::checks::{check_most, check_product, check_sizes};
-use crate::codebook::{Codebook, MOST};
+use crate::checks::{check_at_most, check_product, check_sizes};
+use crate::codebook::{Codebook, MOST_IDS};
 use crate::error::{Error, Result};
 
-/// The sizes of a [`CodeTable`].
+/// This configuration has the sizes of a [`CodeTable`].
 ///
 /// # Examples
 ///
@@ -17,9 +17,9 @@ use crate::error::{Error, Result};
 /// use mos_codes::TableConfig;
 ///
 /// # fn main() -> mos_codes::Result<()> {
-/// // 100 rows and 100 columns: a head over 200 codes in place of 10,000 words.
-/// assert_eq!(TableConfig::light_rnn(10_000).codes(), 200);
-/// // 2,000 codes: 1,818 words have one of their own, the others share 91 rows and 91 columns.
+/// // With 100 rows and 100 columns, a head is over 200 codes in place of 10,000 words.
+/// assert_eq!(TableConfig::light_rnn(10_000).code_count(), 200);
+/// // With 2,000 codes, 1,818 words have one of their own, and the others share 91 rows and 91 columns.
 /// let config = TableConfig::hybrid(10_000, 2000)?;
 /// assert_eq!((config.own, config.rows, config.columns), (1818, 91, 91));
 /// # Ok(())
@@ -46,32 +46,32 @@ pub struct TableConfig {
 }
 
 impl TableConfig {
-    /// LightRNN (Li et al., 2016): the words share a square table, the smallest that holds them, and every word has two
-    /// codes, its row and its column.
+    /// Returns the sizes of LightRNN (Li et al., 2016): the words share a square table, the smallest that holds them,
+    /// and every word has two codes, its row and its column.
     pub fn light_rnn(words: usize) -> Self {
         let side = (words as f64).sqrt().ceil() as usize;
         TableConfig { words, own: 0, rows: side, columns: side }
     }
 
-    /// Hybrid-LightRNN (Kong et al., 2019): as many of the `codes` codes as possible are words by themselves; the other
-    /// words share a square table, the smallest that holds them.
+    /// Returns the sizes of Hybrid-LightRNN (Kong et al., 2019): as many of the `code_count` codes as possible are
+    /// words by themselves, and the other words share a square table, the smallest that holds them.
     ///
     /// # Errors
     ///
     /// If the codes are too few for the words, or there are more than 2^24 words.
-    pub fn hybrid(words: usize, codes: usize) -> Result<Self> {
-        if codes >= words {
+    pub fn hybrid(words: usize, code_count: usize) -> Result<Self> {
+        if code_count >= words {
             return Ok(TableConfig { words, own: words, rows: 0, columns: 0 });
         }
-        check_most("words", words, MOST)?;
-        // How many codes a table of this side needs: its rows, its columns, and one for each word that has no cell.
-        let needs = |side: usize| 2 * side + words.saturating_sub(side * side);
+        check_at_most("words", words, MOST_IDS)?;
+        // A table of this side needs a code for each of its rows and columns, and for each word that has no cell.
+        let codes_needed = |side: usize| 2 * side + words.saturating_sub(side * side);
         let sides = 1..=(words as f64).sqrt().ceil() as usize;
-        match sides.clone().find(|side| needs(*side) <= codes) {
-            Some(side) => Ok(TableConfig { words, own: codes - 2 * side, rows: side, columns: side }),
+        match sides.clone().find(|side| codes_needed(*side) <= code_count) {
+            Some(side) => Ok(TableConfig { words, own: code_count - 2 * side, rows: side, columns: side }),
             None => {
-                let least = sides.map(needs).min().unwrap_or(0);
-                Err(Error::config("codes", format!("at least {least} for {words} words"), codes))
+                let least = sides.map(codes_needed).min().unwrap_or(0);
+                Err(Error::config("codes", format!("at least {least} for {words} words"), code_count))
             }
         }
     }
@@ -87,8 +87,8 @@ impl TableConfig {
         TableConfig { own, ..self }
     }
 
-    /// The number of codes: the vocabulary of a head.
-    pub fn codes(&self) -> usize {
+    /// Returns the number of codes, which is the size of a head's vocabulary.
+    pub fn code_count(&self) -> usize {
         self.own.saturating_add(self.rows).saturating_add(self.columns)
     }
 
@@ -96,24 +96,24 @@ impl TableConfig {
         check_sizes(&[("words", self.words)])?;
         let cells = self.rows.saturating_mul(self.columns);
         let places = self.own.saturating_add(cells);
-        if places > MOST || self.rows.max(self.columns) > MOST {
+        if places > MOST_IDS || self.rows.max(self.columns) > MOST_IDS {
             let Self { own, rows, columns, .. } = self;
             let got = format!("{own} codes and a table of {rows} x {columns}");
-            return Err(Error::config("table", format!("at most {MOST} places"), got));
+            return Err(Error::config("table", format!("at most {MOST_IDS} places"), got));
         }
         if places < self.words {
             let Self { own, rows, columns, .. } = self;
             let got = format!("{own} codes and a table of {rows} x {columns}");
             return Err(Error::config("table", format!("places for {} words", self.words), got));
         }
-        // `CodeCosts` holds the costs of the words that share the table.
+        // `CodeCosts` holds this many costs of the words that share the table.
         let shared = self.words.saturating_sub(self.own);
         check_product("words * (rows + columns)", shared, self.rows + self.columns)
     }
 }
 
-/// A bijection of words and codes: frequent words have a code of their own; every other word has a cell of a table, and
-/// two codes: its row, which it shares with the other words there, and its column, likewise.
+/// A table is a bijection of words and codes. Frequent words have a code of their own. Every other word has a cell of
+/// the table and two codes, its row and its column, each of which it shares with the other words there.
 ///
 /// # Examples
 ///
@@ -134,23 +134,23 @@ impl TableConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CodeTable {
     config: TableConfig,
-    /// The place of each word: its own code, or `own` plus the number of its cell, row by row.
+    /// The place of each word: its own code, or `own` plus the number of its cell. Cells are numbered row by row.
     places: Vec<usize>,
     book: Codebook,
 }
 
 impl CodeTable {
-    /// Orders the words by falling counts, one count for each word: the first have codes of their own, the others fill
-    /// the table row by row. Among equal counts, the lowest id comes first.
+    /// Orders the words by falling counts, of which there is one for each word. The first words have codes of their
+    /// own, and the others fill the table row by row. Among equal counts, the lowest id comes first.
     ///
     /// # Errors
     ///
     /// If the table has not enough places, or more than 2^24, there is not one count for each word, or a count is NaN.
     pub fn by_frequency(config: TableConfig, counts: &[f64]) -> Result<Self> {
-        let order = order(config, counts)?;
-        let mut places = vec![0; order.len()];
-        order.iter().zip(0..).for_each(|(&word, place)| places[word] = place);
-        Self::of_places(config, places)
+        let words = words_by_count(config, counts)?;
+        let mut places = vec![0; words.len()];
+        words.iter().zip(0..).for_each(|(&word, place)| places[word] = place);
+        Self::from_places(config, places)
     }
 
     /// Like [`CodeTable::by_frequency`], but puts the words that share the table into random cells.
@@ -159,15 +159,15 @@ impl CodeTable {
     ///
     /// If [`CodeTable::by_frequency`] fails for these arguments.
     pub fn random(config: TableConfig, counts: &[f64], seed: u64) -> Result<Self> {
-        let order = order(config, counts)?;
+        let words = words_by_count(config, counts)?;
         let mut cells: Vec<usize> = (config.own..config.own + config.rows * config.columns).collect();
         cells.shuffle(&mut StdRng::seed_from_u64(seed));
-        let mut places = vec![0; order.len()];
-        order.iter().zip((0..config.own).chain(cells)).for_each(|(&word, place)| places[word] = place);
-        Self::of_places(config, places)
+        let mut places = vec![0; words.len()];
+        words.iter().zip((0..config.own).chain(cells)).for_each(|(&word, place)| places[word] = place);
+        Self::from_places(config, places)
     }
 
-    /// Makes the table from codes `[words, 2]` (u32), as [`CodeTable::codes`] returns them.
+    /// Makes the table from codes `[words, 2]` in u32, as [`CodeTable::codes`] returns them.
     ///
     /// # Errors
     ///
@@ -193,34 +193,34 @@ impl CodeTable {
         };
         let codes = codes.to_device(&Device::Cpu)?.to_vec2::<u32>()?;
         let places = codes.iter().enumerate().map(place).collect::<Result<_>>()?;
-        Self::of_places(config, places).map_err(|error| match error {
+        Self::from_places(config, places).map_err(|error| match error {
             Error::Config { expected, got, .. } => Error::Config { argument: "codes", expected, got },
             error => error,
         })
     }
 
-    pub(crate) fn of_places(config: TableConfig, places: Vec<usize>) -> Result<Self> {
+    fn from_places(config: TableConfig, places: Vec<usize>) -> Result<Self> {
         config.validate()?;
         let TableConfig { own, rows, columns, .. } = config;
         let sequences = places.iter().map(|&place| match place.checked_sub(own) {
             None => vec![place as u32],
             Some(cell) => vec![(own + cell / columns) as u32, (own + rows + cell % columns) as u32],
         });
-        let book = Codebook::new(config.codes(), &sequences.collect::<Vec<_>>())?;
+        let book = Codebook::new(config.code_count(), &sequences.collect::<Vec<_>>())?;
         Ok(CodeTable { config, places, book })
     }
 
-    /// The sizes.
+    /// Returns the sizes.
     pub fn config(&self) -> TableConfig {
         self.config
     }
 
-    /// The bijection.
+    /// Returns the bijection.
     pub fn codebook(&self) -> &Codebook {
         &self.book
     }
 
-    /// The codes of each word, to be saved with a model; a word with one code has it twice.
+    /// Returns the codes of each word, to be saved with a model. A word with one code has it twice.
     ///
     /// # Shapes
     ///
@@ -239,7 +239,7 @@ impl CodeTable {
         Ok(Tensor::from_vec(all, (self.places.len(), 2), &Device::Cpu)?)
     }
 
-    /// The words of a row, by column; a row beyond the last has none.
+    /// Returns the words of a row, by column. A row beyond the last has none.
     pub fn row(&self, row: usize) -> Vec<Option<u32>> {
         let TableConfig { own, columns, .. } = self.config;
         let mut words = vec![None; if row < self.config.rows { columns } else { 0 }];
@@ -251,7 +251,7 @@ impl CodeTable {
         words
     }
 
-    /// The words that share the table, and their cells.
+    /// Returns the words that share the table, and their cells.
     pub(crate) fn shared(&self) -> impl Iterator<Item = (u32, usize)> + '_ {
         let own = self.config.own;
         (0u32..).zip(&self.places).filter_map(move |(word, place)| Some((word, place.checked_sub(own)?)))
@@ -263,12 +263,12 @@ impl CodeTable {
         for ((word, _), cell) in self.shared().zip(cells) {
             places[word as usize] = own + cell;
         }
-        Self::of_places(self.config, places)
+        Self::from_places(self.config, places)
     }
 }
 
-/// Returns the words by falling counts.
-fn order(config: TableConfig, counts: &[f64]) -> Result<Vec<usize>> {
+/// Checks the sizes and the counts, and orders the words by falling counts.
+fn words_by_count(config: TableConfig, counts: &[f64]) -> Result<Vec<usize>> {
     config.validate()?;
     if counts.len() != config.words {
         return Err(Error::config("counts", format!("one for each of {} words", config.words), counts.len()));
@@ -276,7 +276,7 @@ fn order(config: TableConfig, counts: &[f64]) -> Result<Vec<usize>> {
     if let Some(index) = counts.iter().position(|count| count.is_nan()) {
         return Err(Error::config("counts", "numbers", format!("NaN at index {index}")));
     }
-    let mut order: Vec<usize> = (0..counts.len()).collect();
-    order.sort_by(|&a, &b| counts[b].total_cmp(&counts[a]));
-    Ok(order)
+    let mut words: Vec<usize> = (0..counts.len()).collect();
+    words.sort_by(|&a, &b| counts[b].total_cmp(&counts[a]));
+    Ok(words)
 }

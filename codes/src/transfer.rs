@@ -1,11 +1,11 @@
-//! Moves numbers between the device and the host, where token ids are chosen.
+//! These functions move numbers between the device and the host, where words are chosen.
 
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
 
 use crate::error::Result;
 
-/// Makes a tensor of values of the host. Empty ones are special, because candle's Metal backend does not allocate empty
-/// buffers.
+/// Makes a tensor from values of the host. Empty tensors are made from zeros, because candle's Metal backend does not
+/// allocate empty buffers.
 pub(crate) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     if values.is_empty() {
         Ok(Tensor::zeros(shape, T::DTYPE, device)?)
@@ -14,7 +14,7 @@ pub(crate) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, d
     }
 }
 
-/// Makes a tensor of values of the host in another dtype. The host rounds them, because not every device has f64.
+/// Makes a tensor from values of the host in another dtype. The host rounds them, because not every device has f64.
 pub(crate) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     if values.is_empty() {
         Ok(Tensor::zeros(shape, dtype, device)?)

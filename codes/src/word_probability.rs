@@ -1,4 +1,4 @@
-//! The log-probabilities of words under a model of codes.
+//! This file computes the log-probabilities of words under a model of codes.
 
 use candle_core::{Device, Tensor};
 
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::transfer::matrix;
 
 impl Codebook {
-    /// The log-probability of a word at each position, in nats.
+    /// Computes the log-probability of a word at each position, in nats.
     ///
     /// `first` has the log-probabilities of the first codes, in nats. `second(positions, codes)` takes the step of the
     /// model that reads a first code: it returns the log-probabilities of the second codes after these codes at these
@@ -22,7 +22,7 @@ impl Codebook {
     ///
     /// # Errors
     ///
-    /// If shapes do not match, a word is not in the book, or `second` fails.
+    /// If shapes do not match, a word is not in the codebook, or `second` fails.
     pub fn word_log_probs<E: From<Error>>(
         &self,
         words: &[u32],
@@ -30,19 +30,19 @@ impl Codebook {
         second: impl FnOnce(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<Vec<f64>, E> {
         let device = first.device();
-        let first = self.rows("first", first, words.len())?;
-        let codes_of = |(index, word): (usize, &u32)| self.codes_of(*word).map_err(|error| error.at_index(index));
-        let codes = words.iter().enumerate().map(codes_of).collect::<Result<Vec<_>>>()?;
+        let first = self.log_prob_rows("first", first, words.len())?;
+        let check_word = |(index, word): (usize, &u32)| self.codes_of(*word).map_err(|error| error.at_index(index));
+        let codes = words.iter().enumerate().map(check_word).collect::<Result<Vec<_>>>()?;
         let mut log_probs: Vec<f64> = first.iter().zip(&codes).map(|(row, codes)| row[codes[0] as usize]).collect();
-        let two: Vec<(usize, u32)> =
+        let firsts: Vec<(usize, u32)> =
             codes.iter().enumerate().filter(|(_, codes)| codes.len() > 1).map(|(i, codes)| (i, codes[0])).collect();
-        for ((position, _), row) in two.iter().zip(self.second_rows(&two, device, second)?) {
+        for ((position, _), row) in firsts.iter().zip(self.second_rows(&firsts, device, second)?) {
             log_probs[*position] += row[codes[*position][1] as usize];
         }
         Ok(log_probs)
     }
 
-    /// Log-probabilities of the second codes after these first codes at these positions.
+    /// Computes the log-probabilities of the second codes after these first codes at these positions.
     pub(crate) fn second_rows<E: From<Error>>(
         &self,
         firsts: &[(usize, u32)],
@@ -55,16 +55,21 @@ impl Codebook {
         let positions =
             Tensor::from_iter(firsts.iter().map(|(position, _)| *position as u32), device).map_err(Error::from)?;
         let codes = Tensor::from_iter(firsts.iter().map(|(_, code)| *code), device).map_err(Error::from)?;
-        Ok(self.rows("the result of second", &second(&positions, &codes)?, firsts.len())?)
+        Ok(self.log_prob_rows("the result of second", &second(&positions, &codes)?, firsts.len())?)
     }
 
-    /// Checks log-probabilities of codes and returns them row by row.
-    pub(crate) fn rows(&self, argument: &'static str, log_probs: &Tensor, rows: usize) -> Result<Vec<Vec<f64>>> {
-        if log_probs.dims() != [rows, self.codes()] {
-            return Err(Error::shape(argument, format!("[{rows}, {}]", self.codes()), log_probs.dims()));
+    /// Checks log-probabilities of codes, and returns them row by row.
+    pub(crate) fn log_prob_rows(
+        &self,
+        argument: &'static str,
+        log_probs: &Tensor,
+        rows: usize,
+    ) -> Result<Vec<Vec<f64>>> {
+        if log_probs.dims() != [rows, self.code_count()] {
+            return Err(Error::shape(argument, format!("[{rows}, {}]", self.code_count()), log_probs.dims()));
         }
         check_float(argument, log_probs)?;
-        if rows.checked_mul(self.codes()).is_none_or(|elements| elements > MOST_ELEMENTS) {
+        if rows.checked_mul(self.code_count()).is_none_or(|elements| elements > MOST_ELEMENTS) {
             return Err(Error::shape(argument, format!("of at most {MOST_ELEMENTS} elements"), log_probs.dims()));
         }
         if rows == 0 {

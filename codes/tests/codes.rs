@@ -1,17 +1,19 @@
-//! Words as codes: bijections, the words of a model of codes, and tables and their costs, against plain loops.
+//! These tests compare bijections, the words of a model of codes, and tables and their costs with plain loops.
 
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::ops::log_softmax;
-use mos_codes::{Assignment, CodeCosts, CodePlace, CodeTable, Codebook, Error, Result, TableConfig};
+use mos_codes::{Assignment, CodeCosts, CodeTable, Codebook, Error, Result, TableConfig, TargetCode};
 
-/// A model of codes: the log-probabilities of the first code at each position, and of the second after each first.
+/// A model of codes gives the log-probabilities of the first code at each position, and of the second after each first.
 struct Model {
+    /// The log-probabilities `[positions, codes]` of the first code.
     first: Tensor,
+    /// The log-probabilities `[positions * codes, codes]` of the second code.
     second: Tensor,
 }
 
 impl Model {
-    /// Some codes are impossible.
+    /// Makes a random model, in which some codes are impossible.
     fn random(positions: usize, codes: usize, seed: u64) -> Result<Self> {
         let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let mut random = |rows: usize| -> Result<Tensor> {
@@ -36,17 +38,17 @@ impl Model {
         Ok(self.second.index_select(&rows.to_dtype(DType::U32)?, 0)?)
     }
 
-    /// Of every word at a position, by the definition.
+    /// Computes the log-probability of every word at a position, by the definition.
     fn log_probs(&self, position: usize, book: &Codebook) -> Result<Vec<f64>> {
-        let codes = book.codes();
+        let codes = book.code_count();
         let first: Vec<f64> = self.first.get(position)?.to_vec1()?;
-        let of_word = |word: u32| -> Result<f64> {
+        let log_prob = |word: u32| -> Result<f64> {
             let sequence = book.codes_of(word)?;
             let row = position * codes + sequence[0] as usize;
             let second: Vec<f64> = self.second.get(row)?.to_vec1()?;
             Ok(first[sequence[0] as usize] + sequence.get(1).map_or(0.0, |&code| second[code as usize]))
         };
-        (0..book.words() as u32).map(of_word).collect()
+        (0..book.word_count() as u32).map(log_prob).collect()
     }
 }
 
@@ -54,7 +56,8 @@ fn counts(words: usize) -> Vec<f64> {
     (0..words).map(|word| ((word * 7919) % 101) as f64).collect()
 }
 
-/// A LightRNN, a Hybrid-LightRNN with empty cells, one whose words all have a code of their own, and no square.
+/// Makes tables of LightRNN, of Hybrid-LightRNN with empty cells, of words that all have a code of their own, and one
+/// that is no square, each by frequency and at random.
 fn tables(words: usize) -> Result<Vec<CodeTable>> {
     let light = TableConfig::light_rnn(words);
     let hybrid = TableConfig::hybrid(words, words / 2)?;
@@ -67,7 +70,7 @@ fn tables(words: usize) -> Result<Vec<CodeTable>> {
 fn every_text_has_one_encoding() -> Result<()> {
     for table in tables(40)? {
         let book = table.codebook();
-        assert_eq!((book.words(), book.codes()), (40, table.config().codes()));
+        assert_eq!((book.word_count(), book.code_count()), (40, table.config().code_count()));
         let words: Vec<u32> = (0..40).chain((0..40).rev()).collect();
         let codes = book.encode(&words)?;
         assert_eq!(book.decode(&codes)?, words);
@@ -118,7 +121,7 @@ fn the_frequent_words_have_codes_of_their_own() -> Result<()> {
 fn words_have_the_probability_of_their_codes() -> Result<()> {
     for (seed, table) in (1..).zip(tables(40)?) {
         let book = table.codebook();
-        let model = Model::random(5, book.codes(), seed)?;
+        let model = Model::random(5, book.code_count(), seed)?;
         for word in 0..40 {
             let words = [word, (word + 1) % 40, word, 39 - word, 0];
             let found = book.word_log_probs(&words, &model.first, |positions, codes| model.second(positions, codes))?;
@@ -137,7 +140,7 @@ fn words_have_the_probability_of_their_codes() -> Result<()> {
 fn the_best_words_are_those_of_a_full_sort() -> Result<()> {
     for (seed, table) in (1..).zip(tables(40)?) {
         let book = table.codebook();
-        let model = Model::random(5, book.codes(), seed)?;
+        let model = Model::random(5, book.code_count(), seed)?;
         for k in [1, 3, 40] {
             let mut steps = Vec::new();
             let found = book.top_words(&model.first, k, |positions, codes| {
@@ -185,31 +188,31 @@ fn costs_are_summed_by_word_and_the_best_table_costs_the_least() -> Result<()> {
     for table in tables(16)? {
         let (book, config) = (table.codebook(), table.config());
         let text: Vec<u32> = (0..300u32).map(|i| i * i % 17 % 16).collect();
-        let targets: Vec<(u32, CodePlace)> = text
+        let targets: Vec<(u32, TargetCode)> = text
             .iter()
             .flat_map(|&word| {
-                let places = [CodePlace::First, CodePlace::Second];
+                let places = [TargetCode::First, TargetCode::Second];
                 places.into_iter().take(book.codes_of(word).unwrap().len()).map(move |place| (word, place))
             })
             .collect();
-        let log_probs = Model::random(targets.len(), config.codes(), 3)?.first.clamp(-20.0, 0.0)?;
+        let log_probs = Model::random(targets.len(), config.code_count(), 3)?.first.clamp(-20.0, 0.0)?;
         let mut costs = CodeCosts::new(&table);
-        // In parts, as a model gives them.
+        // The log-probabilities come in parts, as a model gives them.
         for first in (0..targets.len()).step_by(70) {
             let part = &targets[first..targets.len().min(first + 70)];
             costs.add(&log_probs.narrow(0, first, part.len())?, part)?;
         }
         let rows = log_probs.to_vec2::<f64>()?;
         let cost = |table: &CodeTable| -> f64 {
-            let of_target = |(row, (word, place)): (&Vec<f64>, &(u32, CodePlace))| {
+            let target_cost = |(row, (word, place)): (&Vec<f64>, &(u32, TargetCode))| {
                 let codes = table.codebook().codes_of(*word).unwrap();
                 match codes {
                     [_] => 0.0,
-                    [first, second] => -row[if *place == CodePlace::First { *first } else { *second } as usize],
+                    [first, second] => -row[if *place == TargetCode::First { *first } else { *second } as usize],
                     _ => unreachable!(),
                 }
             };
-            rows.iter().zip(&targets).map(of_target).sum()
+            rows.iter().zip(&targets).map(target_cost).sum()
         };
         let close = |a: f64, b: f64| (a - b).abs() < 1e-3;
         assert!(close(costs.total(&table)?, cost(&table)));
@@ -278,12 +281,12 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     assert!(top(&first.narrow(1, 0, 13)?, 1).contains("[2, 14]"));
 
     let mut costs = CodeCosts::new(&table);
-    assert!(message(costs.add(&first, &[(1, CodePlace::First)])).contains("[1, 14]"));
-    assert!(message(costs.add(&first, &[(1, CodePlace::First), (40, CodePlace::First)]))
+    assert!(message(costs.add(&first, &[(1, TargetCode::First)])).contains("[1, 14]"));
+    assert!(message(costs.add(&first, &[(1, TargetCode::First), (40, TargetCode::First)]))
         .ends_with("below 40, got 40 at index 1"));
     let other = CodeTable::by_frequency(config.with_own(1), &counts(40))?;
     assert!(matches!(costs.total(&other), Err(Error::Config { argument: "table", .. })));
-    let places = [(1, CodePlace::First), (2, CodePlace::Second)];
+    let places = [(1, TargetCode::First), (2, TargetCode::Second)];
     assert!(matches!(costs.add(&(&first / 0.0)?, &places), Err(Error::Distribution { position: 0 })));
     let second_is_nan = Tensor::new(&[[-1f32; 14], [f32::NAN; 14]], &Device::Cpu)?;
     assert!(matches!(costs.add(&second_is_nan, &places), Err(Error::Distribution { position: 1 })));
@@ -304,11 +307,11 @@ fn sizes_that_no_table_has_are_errors() {
         assert!(error.starts_with("table: expected at most"), "{error}");
     }
     assert!(TableConfig::hybrid(usize::MAX, usize::MAX - 1).is_err());
-    // Two words would take 25 GB: half a billion rows, each a code.
+    // Two words in half a billion rows, each of which is a code, would take 25 GB.
     let config = TableConfig::light_rnn(2).with_table(1 << 29, 2);
     let error = CodeTable::by_frequency(config, &[2.0, 1.0]).unwrap_err().to_string();
     assert_eq!(error, "table: expected at most 16777216 places, got 0 codes and a table of 536870912 x 2");
-    // Of costs of 2^24 words in 2^23 rows there would be 2^47 numbers.
+    // The costs of 2^24 words in 2^23 rows would be 2^47 numbers.
     let config = TableConfig::light_rnn(1 << 24).with_table(1 << 23, 2);
     let error = CodeTable::by_frequency(config, &[]).unwrap_err().to_string();
     assert!(error.starts_with("words * (rows + columns): expected at most"), "{error}");
@@ -323,7 +326,7 @@ fn sizes_that_no_table_has_are_errors() {
     let error = book.top_words(&endless, 1, second).unwrap_err().to_string();
     assert!(error.starts_with("first: expected shape of at most"), "{error}");
     assert!(Codebook::new(usize::MAX, &[&[0u32][..]]).unwrap_err().to_string().starts_with("codes"));
-    // Smaller than LightRNN's table, with a code for a word that has no cell.
+    // This table is smaller than LightRNN's, and a word that has no cell has a code of its own.
     assert_eq!(TableConfig::hybrid(10, 7).unwrap().own, 1);
 }
 
@@ -331,7 +334,7 @@ fn sizes_that_no_table_has_are_errors() {
 fn costs_of_frequent_words_stay_exact() -> Result<()> {
     let table = CodeTable::by_frequency(TableConfig::light_rnn(2).with_table(2, 1), &[2.0, 1.0])?;
     let log_probs = Tensor::full(-0.4f32, (1 << 16, 3), &Device::Cpu)?;
-    let targets = vec![(0, CodePlace::First); 1 << 16];
+    let targets = vec![(0, TargetCode::First); 1 << 16];
     let mut costs = CodeCosts::new(&table);
     for _ in 0..300 {
         costs.add(&log_probs, &targets)?;
@@ -341,9 +344,9 @@ fn costs_of_frequent_words_stay_exact() -> Result<()> {
     Ok(())
 }
 
-/// Costs of `words` words in a square table at the cells of `table`: about `base`, with differences of up to `spread`.
+/// Makes costs of the words of a square table, of about `base`, with differences of up to `spread`.
 fn large_costs(table: &CodeTable, base: f64, spread: u64) -> Result<CodeCosts> {
-    let (words, codes) = (table.codebook().words(), table.config().codes());
+    let (words, codes) = (table.codebook().word_count(), table.config().code_count());
     let mut state = 7u64;
     let cost = |_| {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -351,7 +354,7 @@ fn large_costs(table: &CodeTable, base: f64, spread: u64) -> Result<CodeCosts> {
     };
     let log_probs = (0..2 * words * codes).map(cost).collect::<Vec<f64>>();
     let log_probs = Tensor::from_vec(log_probs, (2 * words, codes), &Device::Cpu)?;
-    let places = [CodePlace::First, CodePlace::Second];
+    let places = [TargetCode::First, TargetCode::Second];
     let targets: Vec<_> = (0..words as u32).flat_map(|word| places.map(|place| (word, place))).collect();
     let mut costs = CodeCosts::new(table);
     costs.add(&log_probs, &targets)?;
@@ -386,7 +389,7 @@ fn the_best_table_is_found_by_differences_that_are_small_beside_the_costs() -> R
 
 #[test]
 fn no_table_is_worse_than_the_one_given() -> Result<()> {
-    // Too many words for the least cost in the approximation.
+    // There are too many words for the approximation to find the least cost.
     let table = CodeTable::random(TableConfig::light_rnn(900), &counts(900), 1)?;
     for base in [0.0, 1e8] {
         let costs = large_costs(&table, base, 100)?;
@@ -407,7 +410,7 @@ fn more_candidates_than_cells_are_all_cells() -> Result<()> {
     let table = CodeTable::random(TableConfig::light_rnn(900), &counts(900), 1)?;
     let costs = CodeCosts::new(&table);
     let better = costs.reallocate(&table, Assignment::Approximate { candidates: usize::MAX })?;
-    assert_eq!(better.codebook().words(), 900);
+    assert_eq!(better.codebook().word_count(), 900);
     assert!(costs.reallocate(&table, Assignment::Approximate { candidates: 0 }).is_err());
     Ok(())
 }

@@ -3,8 +3,8 @@
 //!     cargo bench -p lab --features candle-transformers --bench logits_processor
 //!
 //! Both have temperature 0.8, top-p 0.95 and a repetition penalty over 1,000 ids; `next_tokens` also returns the
-//! log-probability, the five best ids and the entropy. They take turns, so that both see the same machine. Prints the least
-//! and the median time in milliseconds.
+//! log-probability, the five best ids and the entropy. They take turns, so that both see the same machine. Prints the
+//! least and the median time in milliseconds.
 
 #[allow(dead_code, unreachable_pub)]
 #[path = "../../benches/shared/mod.rs"]
@@ -15,7 +15,8 @@ use std::hint::black_box;
 use candle_core::{DType, Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling as CandleSampling};
 use candle_transformers::utils::apply_repeat_penalty;
-use mos_head::{Constraints, Mixture, Sampling, TokenRequest};
+use mos_head::decode::{Constraints, Sampling, TokenRequest};
+use mos_head::Mixture;
 use shared::{median, turns};
 
 /// Ids of the vocabulary of a large model, and of qwen2.

@@ -1,8 +1,9 @@
-//! What AWD-LSTM (Merity et al., 2018) and the released mixture of softmaxes add to the training of a language model.
+//! These settings are what AWD-LSTM (Merity et al., 2018) and the released mixture of softmaxes add to the training of
+//! a language model.
 
 use super::values::{below_one, not_negative, positive};
 
-/// Settings and their flags; what is not set is off, or as the recipe has it.
+/// These are the settings and their flags. What is not set is off, or as the recipe has it.
 #[derive(Clone, Copy, Debug, PartialEq, clap::Args)]
 #[command(next_help_heading = "AWD-LSTM")]
 pub struct Awd {
@@ -69,7 +70,7 @@ impl Awd {
         nonmono: None,
     };
 
-    /// All that is random, and regularisers of its results.
+    /// All settings that are random, and regularisers of their results.
     #[cfg(test)]
     pub(crate) const RANDOM: Awd = {
         let rate = Some(0.2);
@@ -88,7 +89,7 @@ impl Awd {
         }
     };
 
-    /// These settings; a setting that is not given comes from `defaults`.
+    /// Returns these settings; a setting that is not given comes from `defaults`.
     pub fn over(self, defaults: Awd) -> Awd {
         Awd {
             inner: self.inner.or(defaults.inner),
@@ -108,22 +109,22 @@ impl Awd {
         }
     }
 
-    /// These settings without the four locked dropouts, so that `Recipe::dropout` holds.
+    /// Returns these settings without the four locked dropouts, so that `Recipe::dropout` holds.
     pub fn without_locked_dropout(self) -> Awd {
         Awd { input_dropout: None, hidden_dropout: None, output_dropout: None, context_dropout: None, ..self }
     }
 
-    /// Whether the LSTM layers or their inputs and outputs have locked dropout.
+    /// Returns whether the LSTM layers or their inputs and outputs have locked dropout.
     pub(crate) fn has_locked_dropout(&self) -> bool {
         *self != self.without_locked_dropout()
     }
 
-    /// The number of streams whose gradients are computed at a time, of this many.
+    /// Returns the number of streams whose gradients are computed at a time, of this many.
     pub(crate) fn part(&self, streams: usize) -> usize {
         self.small_batch.unwrap_or(streams).min(streams)
     }
 
-    /// Whether the decoder is the embedding's matrix.
+    /// Returns whether the decoder is the embedding's matrix.
     pub fn tied(&self) -> bool {
         self.tied.unwrap_or(false)
     }

@@ -6,36 +6,36 @@ use rand::{rngs::StdRng, Rng};
 use rand_distr::{Distribution, Normal};
 use std::ops::Range;
 
-/// Target of a position past the end of the text; the loss ignores it.
+/// The target of a position past the end of the text; the loss ignores it.
 pub const IGNORED: i64 = -1;
 
 /// Parallel streams of equal length. The last one is padded, so that every target occurs once.
 #[derive(Clone, Copy)]
 pub struct Streams {
-    /// Number of targets of the text.
+    /// The number of targets of the text.
     targets: usize,
     /// The number of streams.
     pub count: usize,
-    /// Number of targets per stream, with the padding.
+    /// The number of targets of a stream, with the padding.
     length: usize,
 }
 
-/// Some steps of some streams: what one backward pass sees.
+/// A window has some steps of some streams, which one backward pass sees.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Window {
     /// The streams of this window.
     pub streams: Range<usize>,
-    /// Index of the first step.
+    /// The index of the first step.
     pub at: usize,
     /// The number of steps.
     pub steps: usize,
-    /// Index of this part of the streams.
+    /// The index of this part of the streams.
     pub part: usize,
     /// The part's share of the targets of all parts, from 0 to 1.
     pub share: f64,
     /// Whether the optimizer takes a step after this window.
     pub is_last_part: bool,
-    /// Factor of the learning rate: the drawn length over `bptt`.
+    /// The factor of the learning rate: the drawn length over `bptt`.
     pub lr_factor: f64,
 }
 
@@ -46,18 +46,18 @@ impl Streams {
         Self { targets, count, length: targets.div_ceil(count) }
     }
 
-    /// Windows of `bptt` steps with all streams.
+    /// Returns windows of `bptt` steps with all streams.
     pub fn windows(self, bptt: usize) -> Vec<Window> {
         self.windows_in_parts(bptt, self.count)
     }
 
-    /// Windows of `bptt` steps, each in parts of at most `part` streams.
+    /// Returns windows of `bptt` steps, each in parts of at most `part` streams.
     pub(crate) fn windows_in_parts(self, bptt: usize, part: usize) -> Vec<Window> {
         self.split(part, || (bptt, 1.0))
     }
 
-    /// The windows of an epoch of training: each in parts of at most `small_batch` streams, and with random lengths,
-    /// if the recipe has them.
+    /// Returns the windows of an epoch of training: each in parts of at most `small_batch` streams, and with random
+    /// lengths, if the recipe has them.
     pub(crate) fn training_windows(self, recipe: &Recipe, rng: &mut StdRng) -> Vec<Window> {
         let part = recipe.awd.part(self.count);
         match recipe.awd.random_bptt {
@@ -88,12 +88,12 @@ impl Streams {
         windows
     }
 
-    /// The targets of a stream in a window that are not padding.
+    /// Returns the targets of a stream in a window that are not padding.
     fn targets_of(self, stream: usize, at: usize, steps: usize) -> usize {
         self.targets.saturating_sub(stream * self.length + at).min(steps)
     }
 
-    /// Token ids and their successors, each `[streams, steps]`.
+    /// Returns token ids and their successors, each `[streams, steps]`.
     pub fn tensors(self, text: &[u32], window: &Window, device: &Device) -> Result<(Tensor, Tensor)> {
         let (mut inputs, mut targets) = (Vec::new(), Vec::new());
         for stream in window.streams.clone() {
@@ -108,8 +108,8 @@ impl Streams {
     }
 }
 
-/// A random number of steps (Merity et al., 2018, section 5): `bptt`, or half of it in one of twenty windows, with a
-/// standard deviation of 5; at least 5, and at most `most` above `bptt`.
+/// Returns a random number of steps (Merity et al., 2018, section 5): `bptt`, or half of it in one of twenty windows,
+/// with a standard deviation of 5; at least 5, and at most `most` above `bptt`.
 fn random_length(bptt: usize, most: usize, rng: &mut StdRng) -> usize {
     let mean = if rng.random::<f64>() < 0.95 { bptt as f64 } else { bptt as f64 / 2.0 };
     let drawn = Normal::new(mean, 5.0).expect("a finite deviation").sample(rng);
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
     use rand::SeedableRng;
 
-    /// The recipes of windows with all streams, in parts, of random lengths, and both.
+    /// Returns the recipes of windows with all streams, in parts, of random lengths, and both.
     fn recipes(bptt: usize) -> [Recipe; 4] {
         [(None, None), (Some(2), None), (None, Some(3)), (Some(3), Some(1))].map(|(small_batch, random_bptt)| Recipe {
             bptt,

@@ -14,8 +14,8 @@ struct Counts {
 }
 
 impl Counts {
-    /// An n-gram matches as often as it occurs in the reference that has it most often. The length of the references is
-    /// the one closest to the hypothesis's, the shorter of two that are equally close.
+    /// Counts the n-grams. An n-gram matches as often as it occurs in the reference that has it most often. The length
+    /// of the references is the one closest to the hypothesis's, the shorter of two that are equally close.
     fn new(hypothesis: &[&str], references: &[Vec<&str>]) -> Self {
         let length = hypothesis.len();
         let closest = references.iter().map(Vec::len).min_by_key(|&other| (other.abs_diff(length), other));
@@ -23,9 +23,9 @@ impl Counts {
         for order in 1..=ORDERS {
             let mut left = HashMap::<&[&str], usize>::new();
             for reference in references {
-                let mut of_reference = HashMap::<&[&str], usize>::new();
+                let mut reference_counts = HashMap::<&[&str], usize>::new();
                 for gram in reference.windows(order) {
-                    let count = of_reference.entry(gram).or_default();
+                    let count = reference_counts.entry(gram).or_default();
                     *count += 1;
                     let most = left.entry(gram).or_default();
                     *most = (*most).max(*count);
@@ -51,7 +51,7 @@ impl Counts {
         self.reference += other.reference;
     }
 
-    /// The brevity penalty: 1, or less for hypotheses that are shorter than their references.
+    /// Returns the brevity penalty: 1, or less for hypotheses that are shorter than their references.
     fn brevity(&self) -> f64 {
         match self.hypothesis {
             0 => 0.0,
@@ -60,8 +60,8 @@ impl Counts {
     }
 }
 
-/// BLEU-4 in percent of hypotheses, each with its references, tokens separated by whitespace. Without smoothing: it is 0
-/// if the corpus has no matching 4-gram.
+/// Computes BLEU-4 in percent of hypotheses, each with its references, whose tokens are separated by whitespace. It is
+/// not smoothed, so that it is 0 if the corpus has no matching 4-gram.
 pub fn corpus_bleu<'a, R>(pairs: impl Iterator<Item = (&'a str, R)>) -> f64
 where
     R: IntoIterator<Item = &'a str>,
@@ -78,8 +78,8 @@ where
     100.0 * counts.brevity() * (logs.sum::<f64>() / ORDERS as f64).exp()
 }
 
-/// BLEU-1 to BLEU-4 of one sentence, from 0 to 1, smoothed by adding one to matches and totals for n of at least 2: Lin
-/// and Och (2004), method 2 of Chen and Cherry (2014) and of NLTK.
+/// Computes BLEU-1 to BLEU-4 of one sentence, from 0 to 1, smoothed by adding one to matches and totals for n of at
+/// least 2: Lin and Och (2004), method 2 of Chen and Cherry (2014) and of NLTK.
 pub fn sentence_bleu(hypothesis: &str, reference: &str) -> [f64; ORDERS] {
     let counts = Counts::new(&words(hypothesis), &[words(reference)]);
     let mut logs = 0.0;
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_references_that_are_equally_close_the_shorter_counts() {
+    fn the_shorter_of_two_references_that_are_equally_close_counts() {
         let length = |references: &[&str]| {
             let references: Vec<_> = references.iter().map(|text| words(text)).collect();
             Counts::new(&words("a b c d"), &references).reference

@@ -12,7 +12,8 @@ pub const END_OF_WORD: &str = "</w>";
 pub fn train<'a>(
     words: impl Iterator<Item = &'a str> + Clone + Send,
     special: &[&str],
-    (size, least): (usize, u64),
+    size: usize,
+    least: u64,
 ) -> Result<BPE> {
     // The trainer numbers the last characters of words in the random order of a hash map; of pairs that are equally
     // frequent, numbers decide.
@@ -43,7 +44,7 @@ pub(crate) fn pieces(words: &[String], counts: &[f64], size: usize) -> Result<(V
         let word: &str = word;
         std::iter::repeat_n(word, count.max(1.0) as usize)
     });
-    let model = train(text, &[], (size, 0))?;
+    let model = train(text, &[], size, 0)?;
     let encode = |word: &String| -> Result<Vec<u32>> {
         Ok(model.tokenize(word).map_err(failed)?.into_iter().map(|token| token.id).collect())
     };
@@ -53,7 +54,7 @@ pub(crate) fn pieces(words: &[String], counts: &[f64], size: usize) -> Result<(V
     Ok((sequences, names))
 }
 
-/// The words that pieces spell.
+/// Returns the words that pieces spell.
 pub(crate) fn join<'a>(pieces: impl Iterator<Item = &'a str>) -> Vec<String> {
     let text: String = pieces.collect();
     text.split(END_OF_WORD).filter(|word| !word.is_empty()).map(str::to_owned).collect()

@@ -73,13 +73,13 @@ impl Checkpoint {
         optimizer.load_state(self)
     }
 
-    /// The parsed value of `key`.
+    /// Returns the parsed value of `key`.
     pub fn get<T: std::str::FromStr>(&self, key: &str) -> Result<T> {
         let value = self.metadata.get(key).ok_or_else(|| format!("the checkpoint has no {key}"))?;
         value.parse().map_err(|_| format!("the checkpoint's {key} is {value:?}, which is not a valid value").into())
     }
 
-    /// The parsed value of `key`, if there is one.
+    /// Returns the parsed value of `key`, if there is one.
     pub fn optional<T: std::str::FromStr>(&self, key: &str) -> Result<Option<T>> {
         self.metadata.contains_key(key).then(|| self.get(key)).transpose()
     }

@@ -17,14 +17,14 @@ struct Vector<'a> {
     length: f64,
 }
 
-/// The mean CIDEr-D of captions, each with its references; usually from 0 to about 10, COCO's tables have it times 100.
-/// The rarity of an n-gram is that in the references given.
+/// Returns the mean CIDEr-D of captions, each with its references; usually from 0 to about 10, COCO's tables have it
+/// times 100. The rarity of an n-gram is that in the references given.
 pub fn cider_d(captions: &[(&str, Vec<&str>)]) -> f64 {
     let references: Vec<Vec<Counts>> =
         captions.iter().map(|(_, references)| references.iter().map(|text| counts(text)).collect()).collect();
     let mut frequencies = HashMap::<&[&str], f64>::new();
-    for of_image in &references {
-        let grams: HashSet<&[&str]> = of_image.iter().flatten().flat_map(HashMap::keys).map(Vec::as_slice).collect();
+    for image in &references {
+        let grams: HashSet<&[&str]> = image.iter().flatten().flat_map(HashMap::keys).map(Vec::as_slice).collect();
         grams.into_iter().for_each(|gram| *frequencies.entry(gram).or_default() += 1.0);
     }
     let images = (captions.len() as f64).ln();
@@ -56,11 +56,12 @@ fn vector<'a>(counts: &Counts<'a>, rarity: &impl Fn(&[&str]) -> f64) -> Vector<'
     Vector { weights, norms, length }
 }
 
-/// The mean over n of the cosines, where a caption's n-gram weighs no more than the reference's, with the penalty.
+/// Returns the mean over n of the cosines, where a caption's n-gram weighs no more than the reference's, with the
+/// penalty.
 fn similarity(caption: &Vector, reference: &Vector) -> f64 {
     let cosine = |i: usize| {
-        let of_reference = |gram: &Vec<&str>| reference.weights[i].get(gram).copied().unwrap_or(0.0);
-        let weights = caption.weights[i].iter().map(|(gram, &weight)| (weight, of_reference(gram)));
+        let reference_weight = |gram: &Vec<&str>| reference.weights[i].get(gram).copied().unwrap_or(0.0);
+        let weights = caption.weights[i].iter().map(|(gram, &weight)| (weight, reference_weight(gram)));
         let product: f64 = weights.map(|(weight, other)| weight.min(other) * other).sum();
         match caption.norms[i] * reference.norms[i] {
             0.0 => product,
@@ -108,7 +109,8 @@ pub(crate) mod tests {
         assert!((found - expected).abs() < 1e-12, "{found}, expected {expected}");
     }
 
-    /// The values of pycocoevalcap 1.2, for dictionaries of lists by image: `Cider().compute_score(references, captions)`.
+    /// The values of pycocoevalcap 1.2, for dictionaries of lists by image: `Cider().compute_score(references,
+    /// captions)`.
     #[test]
     fn cider_d_equals_that_of_coco() {
         close(cider_d(&captions(0..4)), 1.878851992634841);

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use mos_codes::{CodeTable, TableConfig};
 use serde_json::{json, Value};
 
-/// The codes of each word.
+/// A coding has the codes of each word.
 pub struct Coding {
     sequences: Vec<Vec<u32>>,
     /// A readable name of each code.
@@ -15,8 +15,8 @@ pub struct Coding {
 }
 
 impl Coding {
-    /// The codes of a table.
-    pub fn of_table(table: &CodeTable, words: &[String]) -> Result<Self> {
+    /// Returns the codes of a table.
+    pub fn from_table(table: &CodeTable, words: &[String]) -> Result<Self> {
         let book = table.codebook();
         let config = table.config();
         let rows = (0..config.rows).map(|row| format!("row {row}"));
@@ -33,29 +33,30 @@ impl Coding {
         Ok(Coding { sequences, names, table: Some(table.clone()) })
     }
 
-    /// Pieces of words that occur so often: `size` of them, if the characters are not more.
-    pub fn of_pieces(words: &[String], counts: &[f64], size: usize) -> Result<Self> {
+    /// Makes pieces of words that occur `counts` times: `size` pieces, if the characters are not more.
+    pub fn from_pieces(words: &[String], counts: &[f64], size: usize) -> Result<Self> {
         let (sequences, names) = bpe::pieces(words, counts, size)?;
         Ok(Coding { sequences, names, table: None })
     }
 
-    /// A readable name of each code.
+    /// Returns a readable name of each code.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// The table, unless words are pieces of a byte-pair encoding.
+    /// Returns the table, unless words are pieces of a byte-pair encoding.
     pub fn table(&self) -> Option<&CodeTable> {
         self.table.as_ref()
     }
 
-    /// The codes of a text. Its first token is an input only, so the first word keeps only its last code.
+    /// Returns the codes of a text. Its first token is an input only, so the first word keeps only its last code.
     pub fn encode(&self, text: &[u32]) -> Vec<u32> {
-        self.of_targets(text, |_, code, _| code)
+        self.encode_with(text, |_, code, _| code)
     }
 
-    /// As `encode`, with `f(word, code, place)` instead of each code; `place` is the code's index in its word.
-    pub(crate) fn of_targets(&self, text: &[u32], f: impl Fn(u32, u32, usize) -> u32) -> Vec<u32> {
+    /// Encodes a text as `encode` does, with `f(word, code, place)` instead of each code. `place` is the code's index
+    /// in its word.
+    pub(crate) fn encode_with(&self, text: &[u32], f: impl Fn(u32, u32, usize) -> u32) -> Vec<u32> {
         let codes = text.iter().flat_map(|&word| {
             let codes = self.sequences[word as usize].iter().enumerate();
             codes.map(move |(place, &code)| (word, code, place))
@@ -64,19 +65,19 @@ impl Coding {
         codes.skip(skipped).map(|(word, code, place)| f(word, code, place)).collect()
     }
 
-    /// Mean number of codes per word among the targets of a text.
+    /// Returns the mean number of codes per word among the targets of a text.
     pub fn per_word(&self, text: &[u32]) -> f64 {
         let codes: usize = text.iter().skip(1).map(|&word| self.sequences[word as usize].len()).sum();
         codes as f64 / (text.len() - 1) as f64
     }
 
-    /// The data with its texts as codes.
+    /// Returns the data with its texts as codes.
     pub fn data(&self, words: &Data<u32>) -> Data<u32> {
         let data = Data::new(words.name.clone(), &self.names, self.encode(&words.train), self.encode(&words.valid));
         Data { per_word: [self.per_word(&words.train), self.per_word(&words.valid)], ..data }
     }
 
-    /// The words that codes spell. A word of a table that lacks its second code at the end is left out.
+    /// Returns the words that codes spell. A word of a table that lacks its second code at the end is left out.
     pub fn decode(&self, codes: &[u32], words: &[String]) -> Result<Vec<String>> {
         match &self.table {
             None => Ok(bpe::join(codes.iter().map(|&code| self.names[code as usize].as_str()))),
@@ -89,14 +90,14 @@ impl Coding {
     }
 }
 
-/// A table as JSON: its sizes, and the codes of each word.
+/// Returns a table as JSON: its sizes, and the codes of each word.
 pub fn table_json(table: &CodeTable) -> Result<Value> {
     let TableConfig { own, rows, columns, .. } = table.config();
     Ok(json!({ "own": own, "rows": rows, "columns": columns, "codes": table.codes()?.to_vec2::<u32>()? }))
 }
 
-/// The table of [`table_json`].
-pub fn table_of_json(value: &Value) -> Result<CodeTable> {
+/// Returns the table of [`table_json`].
+pub fn table_from_json(value: &Value) -> Result<CodeTable> {
     let size = |name: &str| -> Result<usize> { Ok(serde_json::from_value(value[name].clone())?) };
     let codes: Vec<[u32; 2]> = serde_json::from_value(value["codes"].clone())?;
     let words = codes.len();
@@ -104,9 +105,9 @@ pub fn table_of_json(value: &Value) -> Result<CodeTable> {
     Ok(CodeTable::from_codes(config, &Tensor::from_vec(codes.concat(), (words, 2), &Device::Cpu)?)?)
 }
 
-/// The table of this name in a checkpoint, which must have these sizes.
-pub fn table_of(file: &Checkpoint, name: &str, config: TableConfig) -> Result<CodeTable> {
-    let table = table_of_json(&serde_json::from_str(&file.get::<String>(name)?)?)?;
+/// Returns the table of this name in a checkpoint, which must have these sizes.
+pub fn load_table(file: &Checkpoint, name: &str, config: TableConfig) -> Result<CodeTable> {
+    let table = table_from_json(&serde_json::from_str(&file.get::<String>(name)?)?)?;
     let sizes = |config: TableConfig| {
         [("words", config.words), ("own", config.own), ("rows", config.rows), ("columns", config.columns)]
     };

@@ -1,9 +1,9 @@
-//! Choice of the device by a flag.
+//! A flag chooses the device.
 
 use candle_core::Device;
 use clap::ValueEnum;
 
-/// Where tensors are.
+/// Tensors are on one of these devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceKind {
     /// The CPU.
@@ -15,7 +15,8 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// The device, or an error that names what is missing: the feature of this build, or the GPU of this machine.
+    /// Returns the device, or an error that names what is missing: the feature of this build, or the GPU of this
+    /// machine.
     pub fn open(self) -> Result<Device, String> {
         match self {
             DeviceKind::Cpu => Ok(Device::Cpu),
@@ -24,7 +25,7 @@ impl DeviceKind {
         }
     }
 
-    /// The available GPUs of this build.
+    /// Returns the available GPUs of this build.
     pub fn gpus() -> Vec<Device> {
         [DeviceKind::Cuda, DeviceKind::Metal].into_iter().filter_map(|kind| kind.open().ok()).collect()
     }

@@ -12,8 +12,8 @@ pub fn dropout(values: Tensor, rate: f64, rng: Option<&mut StdRng>) -> Result<Te
     }
 }
 
-/// Drops values `[batch, steps, width]` of f32 by one mask per sequence, which its time steps share. Without a generator
-/// nothing is dropped.
+/// Drops values `[batch, steps, width]` of f32 by one mask per sequence, which its time steps share. Without a
+/// generator nothing is dropped.
 pub fn locked_dropout(values: Tensor, dropout: f64, rng: Option<&mut StdRng>) -> Result<Tensor> {
     let (batch, _, width) = values.dims3()?;
     match mask(&[batch, 1, width], dropout, values.device(), rng)? {
@@ -22,7 +22,8 @@ pub fn locked_dropout(values: Tensor, dropout: f64, rng: Option<&mut StdRng>) ->
     }
 }
 
-/// A mask of zeros with probability `dropout`, else of the number that keeps the mean; `None` without dropout or a generator.
+/// Returns a mask of zeros with probability `dropout`, else of the number that keeps the mean; `None` without dropout
+/// or a generator.
 pub(crate) fn mask(dims: &[usize], dropout: f64, device: &Device, rng: Option<&mut StdRng>) -> Result<Option<Tensor>> {
     let Some(rng) = rng.filter(|_| dropout > 0.0) else { return Ok(None) };
     let keep = 1.0 - dropout;

@@ -19,8 +19,8 @@ pub struct TrainingFlags {
     /// The seed of initial values, batches and masks.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Write the model of the best epoch so far to DIR/HEAD.safetensors, or to this file if it ends in .safetensors; the
-    /// results at the end are those of this model
+    /// Write the model of the best epoch so far to DIR/HEAD.safetensors, or to this file if it ends in .safetensors;
+    /// the results at the end are those of this model
     #[arg(long, value_name = "FILE_OR_DIR")]
     pub save: Option<PathBuf>,
     /// Resume from a checkpoint [without a value: from the path of --save]
@@ -50,13 +50,13 @@ pub struct TrainingFlags {
     /// The processes that train.
     #[arg(skip)]
     pub ranks: Ranks,
-    /// When the flags were read.
+    /// The time at which the flags were read.
     #[arg(skip = Instant::now())]
     start: Instant,
 }
 
 impl TrainingFlags {
-    /// The heads to train.
+    /// Returns the heads to train.
     pub fn heads(&self) -> Vec<HeadKind> {
         let is_asked_for = |kind: &HeadKind| self.asks_for_all() || self.head() == Some(kind.name());
         let is_left_out = |kind: &HeadKind| self.left_out.iter().any(|(other, _)| other == kind);
@@ -67,7 +67,7 @@ impl TrainingFlags {
         [None, Some("all")].contains(&self.head())
     }
 
-    /// These flags; `--head all` leaves out the heads that `reason` speaks against.
+    /// Returns these flags; `--head all` leaves out the heads that `reason` speaks against.
     pub fn without(&self, reason: impl Fn(HeadKind) -> Option<&'static str>) -> Self {
         let all = HeadKind::ALL.into_iter().filter(|_| self.asks_for_all());
         let left_out = all.filter_map(|kind| Some((kind, reason(kind)?))).collect();
@@ -78,13 +78,13 @@ impl TrainingFlags {
         self.head.as_deref()
     }
 
-    /// These flags, with this head if they have none.
+    /// Returns these flags, with this head if they have none.
     pub fn or_head(&self, head: &str) -> Self {
         Self { head: self.head.clone().or(Some(head.into())), ..self.clone() }
     }
 
-    /// The path of a head's checkpoint: DIR/HEAD.safetensors, or `path` itself if it ends in .safetensors. `flag` is
-    /// for the error message.
+    /// Returns the path of a head's checkpoint: DIR/HEAD.safetensors, or `path` itself if it ends in .safetensors.
+    /// `flag` is for the error message.
     fn checkpoint_path(&self, path: &Path, flag: &str, kind: HeadKind) -> Result<PathBuf> {
         if path.extension().is_none_or(|extension| extension != "safetensors") {
             return Ok(path.join(format!("{}.safetensors", kind.name())));
@@ -95,12 +95,12 @@ impl TrainingFlags {
         Ok(path.to_owned())
     }
 
-    /// Where a head's checkpoint is saved; `None` without `--save`.
+    /// Returns where a head's checkpoint is saved; `None` without `--save`.
     pub(crate) fn save_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         self.save.as_deref().map(|path| self.checkpoint_path(path, "--save", kind)).transpose()
     }
 
-    /// The checkpoint from which a head's training is resumed; `None` without `--resume`.
+    /// Returns the checkpoint from which a head's training is resumed; `None` without `--resume`.
     pub fn resume_path(&self, kind: HeadKind) -> Result<Option<PathBuf>> {
         match &self.resume {
             None => Ok(None),
@@ -110,7 +110,8 @@ impl TrainingFlags {
         }
     }
 
-    /// The leg that `--minutes` asks for. Its file is DIR/HEAD.leg.safetensors, beside the checkpoint of `--save`.
+    /// Returns the leg that `--minutes` asks for. Its file is DIR/HEAD.leg.safetensors, beside the checkpoint of
+    /// `--save`.
     pub fn leg(&self, kind: HeadKind) -> Result<Option<Leg>> {
         let Some((minutes, save)) = self.minutes.zip(self.save_path(kind)?) else { return Ok(None) };
         let until = Duration::try_from_secs_f64(60.0 * minutes).ok().and_then(|time| self.start.checked_add(time));
@@ -139,7 +140,7 @@ impl TrainingFlags {
     }
 }
 
-/// The file that a checkpoint is written to before it is renamed.
+/// Returns the file that a checkpoint is written to before it is renamed.
 pub(crate) fn beside(path: &Path) -> PathBuf {
     path.with_extension("partial")
 }

@@ -4,7 +4,7 @@ use super::language_model::LanguageModel;
 use super::{model::Model, values::positive, Result};
 use candle_core::Tensor;
 use mos_codes::Codebook;
-use mos_head::{Sampler, Sampling};
+use mos_head::decode::{Sampler, Sampling};
 
 /// The flags of sampling.
 #[derive(Debug, clap::Args)]
@@ -21,7 +21,7 @@ pub struct SamplingFlags {
 }
 
 impl SamplingFlags {
-    /// The sampler of these flags.
+    /// Returns the sampler of these flags.
     pub fn sampler(&self, seed: u64) -> Result<Sampler> {
         let sampling = Sampling::new().with_temperature(self.temperature).with_top_p(self.top_p);
         let sampling = match self.top_k {

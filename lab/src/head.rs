@@ -23,13 +23,13 @@ impl HeadKind {
     /// All heads, in the order of the tables.
     pub const ALL: [HeadKind; 3] = [HeadKind::Softmax, HeadKind::Moc, HeadKind::Mos];
 
-    /// The head of a checkpoint.
-    pub fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+    /// Returns the head of a checkpoint.
+    pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         let name: String = checkpoint.get("head")?;
         Ok(HeadKind::from_str(&name, false).map_err(|_| format!("the checkpoint's head {name:?} is unknown"))?)
     }
 
-    /// The head's name in flags and tables.
+    /// Returns the head's name in flags and tables.
     pub fn name(self) -> &'static str {
         match self {
             HeadKind::Softmax => "softmax",
@@ -39,7 +39,7 @@ impl HeadKind {
     }
 }
 
-/// The parser of an activation's name.
+/// Returns the parser of an activation's name.
 pub(crate) fn activation() -> impl TypedValueParser<Value = ContextActivation> {
     PossibleValuesParser::new(["tanh", "identity"]).map(|name| {
         if name == "tanh" {
@@ -66,7 +66,7 @@ pub struct HeadSizes {
 }
 
 impl HeadSizes {
-    /// The context size that gives a mixture as many parameters as the softmax has: `vocab * hidden` against
+    /// Returns the context size that gives a mixture as many parameters as the softmax has: `vocab * hidden` against
     /// `context * (vocab + components * (hidden + 1)) + components * hidden`.
     pub(crate) fn equal_context(vocab: usize, hidden: usize, components: usize) -> usize {
         let left = (vocab * hidden).saturating_sub(components * hidden) as f64;
@@ -74,7 +74,7 @@ impl HeadSizes {
         (left / each).round().max(1.0) as usize
     }
 
-    /// The width of a head's decoder.
+    /// Returns the width of a head's decoder.
     pub fn decoder_width(self, kind: HeadKind) -> usize {
         match kind {
             HeadKind::Softmax => self.hidden,
@@ -82,7 +82,7 @@ impl HeadSizes {
         }
     }
 
-    /// The number of parameters of a head with these sizes.
+    /// Returns the number of parameters of a head with these sizes.
     pub(crate) fn parameters(self, kind: HeadKind) -> usize {
         let HeadSizes { vocab, hidden, context, components, .. } = self;
         match kind {
@@ -93,7 +93,7 @@ impl HeadSizes {
         }
     }
 
-    /// The configuration of a mixture of these sizes.
+    /// Returns the configuration of a mixture of these sizes.
     pub(crate) fn mixture(self) -> MixtureConfig {
         let HeadSizes { vocab, hidden, context, components, activation } = self;
         MixtureConfig::new(hidden, vocab, components).with_context_dim(context).with_activation(activation)
@@ -109,8 +109,8 @@ impl HeadSizes {
         Ok(())
     }
 
-    /// A head with these sizes, variables `prior.weight`, `latent.weight`, .., and this dropout of the contexts. If an
-    /// embedding is given, the decoder shares its weight.
+    /// Returns a head with these sizes, variables `prior.weight`, `latent.weight`, .., and this dropout of the
+    /// contexts. If an embedding is given, the decoder shares its weight.
     pub fn build(
         self,
         kind: HeadKind,
@@ -130,7 +130,7 @@ impl HeadSizes {
         })
     }
 
-    /// The settings that a checkpoint must match, by the names of their flags; derived settings are last.
+    /// Returns the settings that a checkpoint must match, by the names of their flags; derived settings are last.
     pub fn settings(self, kind: HeadKind) -> Vec<(&'static str, String)> {
         let mut settings = vec![("head", kind.name().to_owned())];
         if kind != HeadKind::Softmax {

@@ -22,12 +22,12 @@ pub struct Outcome<T> {
     pub diverged: Option<usize>,
     /// Words per second of training; `None` if there was none.
     pub tokens_per_second: Option<f64>,
-    /// What the program adds; `None` if training diverged.
+    /// The results that the program adds; `None` if training diverged.
     pub more: Option<T>,
 }
 
-/// How many times as long as the softmax's a training step of this head takes, if both were trained (Yang et al., 2018,
-/// table 13).
+/// Returns how many times as long as the softmax's a training step of this head takes, if both were trained (Yang et
+/// al., 2018, table 13).
 pub fn slowdown<T>(outcome: &Outcome<T>, all: &[Outcome<T>]) -> Option<f64> {
     let softmax = all.iter().find(|other| other.kind == HeadKind::Softmax)?;
     Some(softmax.tokens_per_second? / outcome.tokens_per_second?)
@@ -104,7 +104,7 @@ pub fn search<M: Model>(
             let mut session = build(kind, &recipe)?;
             session.run(None, flags.results.as_deref(), None)?;
             let nll = session.valid_nll()?;
-            rows.push(vec![kind.name().into(), settings.clone(), number(recipe.measure.of(nll), 3)]);
+            rows.push(vec![kind.name().into(), settings.clone(), number(recipe.measure.shown(nll), 3)]);
             if nll < lowest {
                 lowest = nll;
                 best.retain(|(other, _)| *other != kind);
@@ -175,13 +175,13 @@ mod tests {
     fn a_head_that_the_output_is_not_for_is_left_out() {
         let text: Vec<u32> = (0..200).map(|i| i * i % 7).collect();
         let words: Vec<String> = (0..7).map(|id| format!("w{id}")).collect();
-        let entries = Entries::of(&words, &text);
+        let entries = Entries::count(&words, &text);
         let data = Data::new("squares".into(), ["a"], text.clone(), text);
         let output = Output { kind: OutputKind::Nce, samples: Some(3) };
         let recipe = Recipe { hidden: 4, context: Some(3), epochs: 1, output, ..Recipe::BASE };
         let build = |kind, recipe: &Recipe| {
             let sizes = Sizes::new(kind, recipe, 7);
-            let model = LanguageModel::of_entries(kind, sizes, InitialValues::Even, recipe, &entries, &Device::Cpu)?;
+            let model = LanguageModel::with_entries(kind, sizes, InitialValues::Even, recipe, &entries, &Device::Cpu)?;
             Session::new(kind, model, data.clone(), recipe)
         };
         let run = |args: &str| {
@@ -193,7 +193,7 @@ mod tests {
             assert_eq!(rows.iter().map(|row| row.kind).collect::<Vec<_>>(), [HeadKind::Softmax, HeadKind::Moc]);
             assert!(rows.iter().all(|row| row.valid_nll.is_finite() && row.diverged.is_none()));
         }
-        // Nothing would be trained.
+        // With these flags nothing would be trained.
         let error = run("--head mos").err().expect("no head is left").to_string();
         assert_eq!(error, "--output nce is for one softmax, as --head softmax and moc are");
     }

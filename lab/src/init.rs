@@ -12,7 +12,7 @@ pub fn uniform(varmap: &VarMap, seed: u64, bound: impl Fn(&str) -> f64) -> Resul
 }
 
 /// Sets a variable to U(-bound, bound): values that depend on the seed and on its name alone.
-pub fn uniform_of(var: &Var, seed: u64, name: &str, bound: f64) -> Result<()> {
+pub fn uniform_by_name(var: &Var, seed: u64, name: &str, bound: f64) -> Result<()> {
     // FNV-1a, which is the same in every version of Rust.
     let seed = name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
     draw(var, bound, &mut StdRng::seed_from_u64(seed))
@@ -33,7 +33,7 @@ pub fn ones(varmap: &VarMap, is_one: impl Fn(&str) -> bool) -> Result<()> {
     Ok(())
 }
 
-/// The variables in the order of their names, so that nothing depends on a hash map's order.
+/// Returns the variables in the order of their names, so that nothing depends on a hash map's order.
 pub fn sorted(varmap: &VarMap) -> Vec<(String, Var)> {
     let data = varmap.data().lock().expect("no thread panicked while it held the variables");
     let mut vars: Vec<_> = data.iter().map(|(name, var)| (name.clone(), var.clone())).collect();

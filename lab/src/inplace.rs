@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 const BLOCK: usize = 1 << 14;
 
-/// Whether the functions below support this tensor.
+/// Returns whether the functions below support this tensor.
 pub fn supports(tensor: &Tensor) -> bool {
     tensor.device().is_cpu() && tensor.dtype() == candle_core::DType::F32 && tensor.is_contiguous()
 }
@@ -43,7 +43,7 @@ pub(crate) struct Descend {
     pub(crate) rate: f32,
     /// The factor of the second moment.
     pub(crate) correction: f32,
-    /// What keeps the denominator from zero.
+    /// The number that keeps the denominator from zero.
     pub(crate) epsilon: f32,
 }
 
@@ -98,8 +98,8 @@ impl InplaceOp1 for Adapt<'_> {
         }
         values_mut(target, at)?.par_chunks_mut(BLOCK).enumerate().for_each(|(block, target)| {
             let first = block * BLOCK;
-            let of = |i: usize| &slices[i][first..first + target.len()];
-            let others = of(0).iter().zip(of(1)).zip(of(2)).zip(of(3));
+            let slice = |i: usize| &slices[i][first..first + target.len()];
+            let others = slice(0).iter().zip(slice(1)).zip(slice(2)).zip(slice(3));
             for (target, (((start, decay), rate), gradient)) in target.iter_mut().zip(others) {
                 *target += decay * (start - *target) - rate * gradient;
             }
@@ -108,7 +108,7 @@ impl InplaceOp1 for Adapt<'_> {
     }
 }
 
-/// The sum of the squares, the same for any number of threads.
+/// Returns the sum of the squares, the same for any number of threads.
 pub(crate) fn square_sum(tensor: &Tensor) -> Result<f64> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { candle_core::bail!("expected a tensor on the CPU") };
@@ -124,7 +124,7 @@ pub(crate) fn square_sum(tensor: &Tensor) -> Result<f64> {
     Ok(sums.collect::<Vec<f64>>().iter().sum())
 }
 
-/// The elements of a contiguous tensor.
+/// Returns the elements of a contiguous tensor.
 pub(crate) fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(&storage.as_slice::<f32>()?[start..end]),

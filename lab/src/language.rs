@@ -22,7 +22,7 @@ const CONTEXT_SCALE: f64 = 2.5;
 const PRIOR_SCALE: f64 = 3.0;
 const LANGUAGE_SEED: u64 = 1711;
 
-/// The language, as the distributions of the next token.
+/// A teacher is the language, as the distributions of the next token.
 pub struct Teacher {
     /// Row `current`: the distribution of the next token.
     probabilities: Vec<f64>,
@@ -55,18 +55,18 @@ impl Default for Teacher {
 }
 
 impl Teacher {
-    /// The distribution of the token after `current`.
+    /// Returns the distribution of the token after `current`.
     #[cfg(test)]
     fn row(&self, current: u32) -> &[f64] {
         &self.probabilities[current as usize * VOCAB..][..VOCAB]
     }
 
-    /// The corpus of a program that is given no data.
+    /// Returns the corpus of a program that is given no data.
     pub fn built_in(&self, seed: u64) -> Corpus {
         self.corpus(TRAIN_TOKENS, VALID_TOKENS, seed)
     }
 
-    /// Texts of this language with the given numbers of targets, and the exact entropy of the second.
+    /// Returns texts of this language with the given numbers of targets, and the exact entropy of the second.
     pub fn corpus(&self, train: usize, valid: usize, seed: u64) -> Corpus {
         let mut rng = StdRng::seed_from_u64(seed);
         let train = self.text(train, &mut rng);
@@ -77,7 +77,7 @@ impl Teacher {
         Corpus { data, words, test: None, entropy }
     }
 
-    /// A start token and `targets` more.
+    /// Returns a start token and `targets` more.
     fn text(&self, targets: usize, rng: &mut StdRng) -> Vec<u32> {
         let mut cumulative = self.probabilities.clone();
         for row in cumulative.chunks_mut(VOCAB) {
@@ -96,7 +96,7 @@ impl Teacher {
         text
     }
 
-    /// Mean entropy of the next token after each of `contexts`, in nats.
+    /// Returns the mean entropy of the next token after each of `contexts`, in nats.
     fn entropy(&self, contexts: &[u32]) -> f64 {
         let rows: Vec<f64> =
             self.probabilities.chunks(VOCAB).map(|row| -row.iter().map(|p| p * p.ln()).sum::<f64>()).collect();
@@ -115,7 +115,7 @@ fn softmax(logits: Vec<f64>) -> Vec<f64> {
     weights.into_iter().map(|w| w / sum).collect()
 }
 
-/// A pronounceable word of two syllables for each token id.
+/// Returns a pronounceable word of two syllables for each token id.
 fn word(id: usize) -> String {
     let syllable =
         |i: usize| [["b", "d", "k", "l", "m", "n", "s", "t"][i / 4 % 8], ["a", "e", "i", "o"][i % 4]].concat();

@@ -13,7 +13,8 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
 use mos_codes::CodeTable;
-use mos_head::{LossOptions, NoiseDistribution, OutputLayer};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::{LossOptions, OutputLayer};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::HashMap;
 
@@ -27,7 +28,7 @@ pub struct LanguageModel {
     lstm: Lstm,
     head: Box<dyn OutputLayer>,
     output: Output,
-    /// What negatives are drawn from, if any are.
+    /// The distribution from which negatives are drawn, if any are.
     noise: Option<NoiseDistribution>,
     /// The table of the codes, if this is a model of codes.
     table: Option<CodeTable>,
@@ -38,13 +39,13 @@ pub struct LanguageModel {
 }
 
 impl LanguageModel {
-    /// A model with new variables.
+    /// Returns a model with new variables.
     pub fn new(kind: HeadKind, sizes: Sizes, values: InitialValues, recipe: &Recipe, device: &Device) -> Result<Self> {
-        Self::of_entries(kind, sizes, values, recipe, &Entries::default(), device)
+        Self::with_entries(kind, sizes, values, recipe, &Entries::default(), device)
     }
 
-    /// A model whose output may depend on the entries of the vocabulary.
-    pub fn of_entries(
+    /// Returns a model whose output may depend on the entries of the vocabulary.
+    pub fn with_entries(
         kind: HeadKind,
         sizes: Sizes,
         values: InitialValues,
@@ -85,7 +86,7 @@ impl LanguageModel {
         })
     }
 
-    /// The model of the codes of this table, which its checkpoints then hold.
+    /// Returns the model of the codes of this table, which its checkpoints then hold.
     pub fn with_table(self, table: Option<&CodeTable>) -> Self {
         LanguageModel { table: table.cloned(), ..self }
     }
@@ -103,22 +104,22 @@ impl LanguageModel {
         Ok(variable.set(&Tensor::from_vec(bias, vocab, &self.device)?)?)
     }
 
-    /// The model of a checkpoint, without the state of training.
+    /// Returns the model of a checkpoint, without the state of training.
     pub fn from_checkpoint(checkpoint: &Checkpoint, vocab: usize, device: &Device) -> Result<(HeadKind, Self)> {
-        let kind = HeadKind::of_checkpoint(checkpoint)?;
+        let kind = HeadKind::from_checkpoint(checkpoint)?;
         // A sample makes no difference to an evaluation.
         if let Some(output) = checkpoint.optional::<String>("output")?.filter(|name| name != "sampled" && name != "nce")
         {
             return Err(format!("the checkpoint has --output {output}, which can be resumed but not evaluated").into());
         }
         let awd = Awd { inner: checkpoint.optional("inner")?, tied: checkpoint.optional("tied")?, ..Awd::NONE };
-        let recipe = Recipe { awd, ..Recipe::of_checkpoint(kind, checkpoint)? };
+        let recipe = Recipe { awd, ..Recipe::from_checkpoint(kind, checkpoint)? };
         let model = Self::new(kind, Sizes::new(kind, &recipe, vocab), InitialValues::Small, &recipe, device)?;
         checkpoint.restore_variables(model.varmap())?;
         Ok((kind, model))
     }
 
-    /// The variables and settings.
+    /// Returns the variables and settings.
     pub fn checkpoint(&self) -> Checkpoint {
         let tensors = init::sorted(&self.varmap).into_iter().map(|(name, var)| (name, var.as_tensor().clone()));
         let settings = self.settings().into_iter().map(|(key, value)| (key.to_owned(), value));
@@ -131,7 +132,7 @@ impl LanguageModel {
         checkpoint.restore_variables(&self.varmap)
     }
 
-    /// What another text has at the targets of a batch, one after the other; `None` past the end.
+    /// Returns what another text has at the targets of a batch, one after the other; `None` past the end.
     pub(crate) fn targets_of(
         &self,
         text: &[u32],
@@ -142,18 +143,19 @@ impl LanguageModel {
         Ok(targets.into_iter().map(|target| u32::try_from(target).ok()).collect())
     }
 
-    /// The state before the first id of a text.
+    /// Returns the state before the first id of a text.
     pub fn state(&self, batch: usize) -> Result<Vec<LSTMState>> {
         self.lstm.start(batch)
     }
 
-    /// Token ids `[batch, seq]` -> hidden states `[batch, seq, hidden]` without dropout; advances `states`, detached
-    /// from the graph.
+    /// Computes the hidden states `[batch, seq, hidden]` of token ids `[batch, seq]` without dropout. Advances
+    /// `states`, which are detached from the graph.
     pub fn hidden(&self, ids: &Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
         Ok(self.outputs(ids, states, None)?.dropped)
     }
 
-    /// As `hidden`, before and after the last dropout. Dropout is applied if a generator for its masks is given.
+    /// Computes the hidden states as `hidden` does, before and after the last dropout. Dropout is applied if a
+    /// generator for its masks is given.
     fn outputs(&self, ids: &Tensor, states: &mut [LSTMState], mut rng: Option<&mut StdRng>) -> Result<Outputs> {
         let mut inputs = self.embedding.forward(ids)?;
         // The mask of the vocabulary's rows, at the rows that occur.
@@ -167,8 +169,8 @@ impl LanguageModel {
         Ok(outputs)
     }
 
-    /// Activation regularisation of the outputs that the head sees, and temporal activation regularisation of the
-    /// outputs before dropout (Merity et al., 2017).
+    /// Computes the activation regularisation of the outputs that the head sees, and temporal activation regularisation
+    /// of the outputs before dropout (Merity et al., 2017).
     fn penalty(&self, outputs: &Outputs) -> Result<Option<Tensor>> {
         let [ar, tar] = self.regularization;
         let mut penalty = None;
@@ -188,7 +190,7 @@ impl LanguageModel {
     }
 }
 
-/// Number of parallel streams in an evaluation.
+/// The number of parallel streams in an evaluation.
 const STREAMS: usize = 10;
 
 /// A window of a text in parallel streams.
@@ -253,7 +255,7 @@ impl Model for LanguageModel {
         Part { share: window.share, is_last: window.is_last_part, lr_factor: window.lr_factor }
     }
 
-    /// The state of each part of the streams.
+    /// Returns the state of each part of the streams.
     fn start(&self, recipe: &Recipe, pass: Pass) -> Result<Vec<Vec<LSTMState>>> {
         let (streams, part) = match pass {
             Pass::Training { .. } => (recipe.batch, recipe.awd.part(recipe.batch)),
@@ -372,7 +374,7 @@ mod tests {
         }
     }
 
-    /// Hidden states, before and after dropout, of some ids with the embedding's mask of this seed.
+    /// Computes the hidden states, before and after dropout, of some ids with the embedding's mask of this seed.
     fn outputs(awd: Awd, seed: Option<u64>) -> Outputs {
         let recipe = Recipe { awd, ..recipe(2) };
         let sizes = Sizes::new(HeadKind::Mos, &recipe, 50);

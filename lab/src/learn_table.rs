@@ -1,24 +1,24 @@
 //! Learns the table of a code vocabulary: a language model of its codes is trained, and the words are reallocated to
 //! the cells where it expects them, in turn (Li et al., NIPS 2016; Kong et al., AAAI 2019).
 
-use super::codes::{insert_table, table_of, Coding};
+use super::codes::{insert_table, load_table, Coding};
 use super::digest::Digest;
 use super::language_model::LanguageModel;
 use super::model::{Data, Model, Pass};
 use super::sizes::{InitialValues, Sizes};
 use super::{checkpoint::Checkpoint, head::HeadKind, progress, recipe::Recipe, session::Session, Result};
 use candle_core::{Device, D};
-use mos_codes::{Assignment, CodeCosts, CodePlace, CodeTable};
+use mos_codes::{Assignment, CodeCosts, CodeTable, TargetCode};
 use std::path::Path;
 
 /// The size of the largest vocabulary whose words are assigned exactly.
 const EXACT: usize = 2500;
-/// Number of cells, the cheapest ones, that are candidates for a word of a larger vocabulary.
+/// The number of cells, the cheapest ones, that are candidates for a word of a larger vocabulary.
 const CANDIDATES: usize = 64;
 
-/// What is learned so far.
+/// This state has what is learned so far.
 struct State {
-    /// Number of rounds that are done.
+    /// The number of rounds that are done.
     rounds: usize,
     /// The table of the last round, or the first.
     table: CodeTable,
@@ -28,13 +28,14 @@ struct State {
     variables: Option<Checkpoint>,
 }
 
-/// The best of `rounds` tables, the first of which is `start`: each is trained for one epoch of `recipe`. `file` has
-/// the best table so far, and all that a later run needs to continue.
+/// Learns `rounds` tables, the first of which is `start`, and returns the best. Each is trained for one epoch of
+/// `recipe`. `file` has the best table so far, and all that a later run needs to continue.
 pub(crate) fn learn(
     words: &Data<u32>,
     vocabulary: &[String],
     start: CodeTable,
-    (rounds, recipe): (usize, &Recipe),
+    rounds: usize,
+    recipe: &Recipe,
     file: Option<&Path>,
     device: &Device,
 ) -> Result<CodeTable> {
@@ -50,7 +51,7 @@ pub(crate) fn learn(
         if let Some(variables) = &state.variables {
             state.table = reallocated(&state.table, variables, words, vocabulary, &recipe, device)?;
         }
-        let coding = Coding::of_table(&state.table, vocabulary)?;
+        let coding = Coding::from_table(&state.table, vocabulary)?;
         let model = model(&coding, state.variables.as_ref(), &recipe, device)?;
         let mut session = Session::new(HeadKind::Softmax, model, coding.data(words), &recipe)?;
         session.run(None, None, None)?;
@@ -72,7 +73,7 @@ pub(crate) fn learn(
     Ok(table)
 }
 
-/// A model of these codes, with these variables if any are given.
+/// Returns a model of these codes, with these variables if any are given.
 fn model(coding: &Coding, variables: Option<&Checkpoint>, recipe: &Recipe, device: &Device) -> Result<LanguageModel> {
     let kind = HeadKind::Softmax;
     let sizes = Sizes::new(kind, recipe, coding.names().len());
@@ -83,7 +84,7 @@ fn model(coding: &Coding, variables: Option<&Checkpoint>, recipe: &Recipe, devic
     Ok(model)
 }
 
-/// The table with the words where the model that was trained with it expects them.
+/// Returns the table with the words where the model that was trained with it expects them.
 fn reallocated(
     table: &CodeTable,
     variables: &Checkpoint,
@@ -92,7 +93,7 @@ fn reallocated(
     recipe: &Recipe,
     device: &Device,
 ) -> Result<CodeTable> {
-    let coding = Coding::of_table(table, vocabulary)?;
+    let coding = Coding::from_table(table, vocabulary)?;
     let model = model(&coding, Some(variables), recipe, device)?;
     let costs = costs(&model, &coding, &words.train, recipe)?;
     let assignment =
@@ -105,13 +106,13 @@ fn reallocated(
     Ok(after)
 }
 
-/// What every word of the text costs in every row and every column.
+/// Sums what every word of the text costs in every row and every column.
 fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) -> Result<CodeCosts> {
     let table = coding.table().ok_or("pieces have no table")?;
     let mut costs = CodeCosts::new(table);
     let codes = coding.encode(text);
-    // A word and the place of its code, as one number.
-    let labels = coding.of_targets(text, |word, _, place| 2 * word + place as u32);
+    // Each label is a word and the place of its code, as one number.
+    let labels = coding.encode_with(text, |word, _, place| 2 * word + place as u32);
     let mut state = model.start(recipe, Pass::Evaluation { parts: 1 })?;
     let batches = model.batches(&codes, recipe, Pass::Evaluation { parts: 1 });
     let bar = progress::bar(batches.len(), "costs of the table".into());
@@ -120,9 +121,9 @@ fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) 
         let log_probs = model.head().log_probs(&hidden)?.flatten_to(D::Minus2)?;
         let labels = model.targets_of(&labels, batch)?;
         let targets: Vec<(usize, u32)> = labels.into_iter().enumerate().filter_map(|(i, l)| Some((i, l?))).collect();
-        let place = |label: u32| [CodePlace::First, CodePlace::Second][label as usize % 2];
+        let target_code = |label: u32| [TargetCode::First, TargetCode::Second][label as usize % 2];
         let rows = candle_core::Tensor::from_iter(targets.iter().map(|(i, _)| *i as u32), model.device())?;
-        let targets: Vec<(u32, CodePlace)> = targets.into_iter().map(|(_, l)| (l / 2, place(l))).collect();
+        let targets: Vec<(u32, TargetCode)> = targets.into_iter().map(|(_, l)| (l / 2, target_code(l))).collect();
         costs.add(&log_probs.index_select(&rows, 0)?, &targets)?;
         bar.inc(1);
     }
@@ -130,7 +131,7 @@ fn costs(model: &LanguageModel, coding: &Coding, text: &[u32], recipe: &Recipe) 
     Ok(costs)
 }
 
-/// The number of words whose codes differ.
+/// Returns the number of words whose codes differ.
 fn moved(before: &CodeTable, after: &CodeTable) -> Result<usize> {
     let (before, after) = (before.codes()?.to_vec2::<u32>()?, after.codes()?.to_vec2::<u32>()?);
     Ok(before.iter().zip(&after).filter(|(a, b)| a != b).count())
@@ -158,7 +159,7 @@ impl State {
         if file.get::<String>("digest")? != digest {
             return Err(format!("{} has the table of another text or --seed", path.display()).into());
         }
-        let table = |name| table_of(&file, name, like.config());
+        let table = |name| load_table(&file, name, like.config());
         let variables = file.tensors.iter().filter_map(|(name, tensor)| {
             let name = name.strip_prefix("model.")?;
             Some((name.to_owned(), tensor.clone()))
@@ -185,7 +186,7 @@ mod tests {
     fn rounds(rounds: usize, file: Option<&Path>) -> CodeTable {
         let (data, vocabulary, table) = words();
         let recipe = Recipe { hidden: 12, batch: 4, bptt: 8, lr: 0.02, decay: 1.0, ..Recipe::BASE };
-        learn(&data, &vocabulary, table, (rounds, &recipe), file, &Device::Cpu).expect("learns")
+        learn(&data, &vocabulary, table, rounds, &recipe, file, &Device::Cpu).expect("learns")
     }
 
     #[test]
@@ -196,7 +197,7 @@ mod tests {
             let table = rounds(done, Some(&path));
             let file = Checkpoint::load(&path, &Device::Cpu).expect("was just written");
             assert_eq!(file.get::<usize>("rounds").expect("a number"), done);
-            assert_eq!(table_of(&file, "codes", table.config()).expect("fits"), table);
+            assert_eq!(load_table(&file, "codes", table.config()).expect("fits"), table);
             nlls.push(file.get::<f64>("nll").expect("a number"));
             best = Some(table);
         }
@@ -207,7 +208,7 @@ mod tests {
 
         let (mut data, vocabulary, table) = words();
         data.train[0] = 1;
-        let result = learn(&data, &vocabulary, table, (3, &Recipe::BASE), Some(&path), &Device::Cpu);
+        let result = learn(&data, &vocabulary, table, 3, &Recipe::BASE, Some(&path), &Device::Cpu);
         let error = result.expect_err("another text").to_string();
         assert!(error.contains("another text"), "{error}");
         std::fs::remove_file(path).expect("was just written");
@@ -225,7 +226,7 @@ mod tests {
     fn costs_are_those_of_the_text() {
         let (data, vocabulary, table) = words();
         let recipe = Recipe { hidden: 12, batch: 4, bptt: 8, ..Recipe::BASE };
-        let coding = Coding::of_table(&table, &vocabulary).expect("fits");
+        let coding = Coding::from_table(&table, &vocabulary).expect("fits");
         let sizes = Sizes::new(HeadKind::Softmax, &recipe, coding.names().len());
         let model = LanguageModel::new(HeadKind::Softmax, sizes, InitialValues::Small, &recipe, &Device::Cpu).unwrap();
         let costs = costs(&model, &coding, &data.train, &recipe).expect("costs").total(&table).expect("its table");
@@ -233,7 +234,7 @@ mod tests {
         let session = Session::new(HeadKind::Softmax, model, coding.data(&data), &recipe).expect("valid sizes");
         let whole = session.evaluate(&session.data.train).expect("evaluates") * (session.data.train.len() - 1) as f64;
         assert!(costs > 0.0 && costs < whole, "{costs} {whole}");
-        let shared = coding.of_targets(&data.train, |word, _, _| {
+        let shared = coding.encode_with(&data.train, |word, _, _| {
             u32::from(table.codes().unwrap().to_vec2::<u32>().unwrap()[word as usize][0] >= 2)
         });
         let share = shared[1..].iter().sum::<u32>() as f64 / (shared.len() - 1) as f64;

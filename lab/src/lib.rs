@@ -1,4 +1,4 @@
-//! What the lab's programs share: models, their training, their texts and what is printed about them.
+//! The lab's programs share this library: models, their training, their texts and what is printed about them.
 //!
 //! `heads` is the loop over the output layers, `session` the training of one of them, `train` one epoch of it, for any
 //! `model`; `language_model` is the LSTM of the programs `language_model` and `characters`.
@@ -73,8 +73,8 @@ pub fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> ExitCode {
     }
 }
 
-/// After each operation candle's threads spin until the next one; on few cores they keep rayon's from working. The
-/// call comes before any thread is started, as `set_var` requires.
+/// Sets candle's limit of spinning. After each operation candle's threads spin until the next one, and on few cores
+/// they keep rayon's from working. The call comes before any thread is started, as `set_var` requires.
 fn let_idle_threads_sleep() {
     const LIMIT: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
     if std::env::var_os(LIMIT).is_none() {

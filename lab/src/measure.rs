@@ -1,6 +1,6 @@
-//! The unit in which a mean negative log-likelihood (nats per position) is shown.
+//! A measure is the unit in which a mean negative log-likelihood (nats per position) is shown.
 
-/// What a mean negative log-likelihood is shown as.
+/// A mean negative log-likelihood is shown in one of these units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Measure {
     /// The exponential of the mean.
@@ -10,8 +10,8 @@ pub enum Measure {
 }
 
 impl Measure {
-    /// The value that is shown for a mean of `nll` nats.
-    pub fn of(self, nll: f64) -> f64 {
+    /// Returns the value that is shown for a mean of `nll` nats.
+    pub fn shown(self, nll: f64) -> f64 {
         match self {
             Measure::Perplexity => nll.exp(),
             Measure::BitsPerCharacter => nll / std::f64::consts::LN_2,

@@ -32,13 +32,13 @@ impl Peak {
         Peak { start, end }
     }
 
-    /// How far the peak is above the start, in MiB.
+    /// Returns how far the peak is above the start, in MiB.
     pub fn extra_mib(self) -> Option<f64> {
         let peak = (self.end)();
         peak.zip(self.start).map(|(peak, start)| mib(peak.saturating_sub(start)))
     }
 
-    /// The peak, in MiB.
+    /// Returns the peak, in MiB.
     pub fn mib(self) -> Option<f64> {
         (self.end)().map(mib)
     }
@@ -48,7 +48,7 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Bytes of a line of this process's status, on Linux.
+/// Reads the bytes in a line of this process's status, on Linux.
 fn status(name: &str) -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with(name))?;
@@ -103,7 +103,7 @@ mod buffers {
     use std::sync::Arc;
     use std::time::Duration;
 
-    /// The bytes in use; Metal records no peak of them, so a thread polls them.
+    /// Returns the bytes in use; Metal records no peak of them, so a thread polls them.
     pub(super) fn watch(device: &MetalDevice) -> (Option<u64>, End) {
         // Frees the buffers that only candle's pool still holds.
         if device.wait_until_completed().is_err() {

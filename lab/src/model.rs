@@ -1,4 +1,4 @@
-//! What the training loop needs of a model and of its data.
+//! The training loop needs this of a model and of its data.
 
 use super::{checkpoint::Checkpoint, digest::Digest, ranks::Ranks, recipe::Recipe, Result};
 use candle_core::{Device, Tensor};
@@ -7,7 +7,7 @@ use mos_head::{LossOptions, OutputLayer};
 use rand::rngs::StdRng;
 use std::collections::HashMap;
 
-/// What the loss of a batch is computed from.
+/// The loss of a batch is computed from these tensors.
 pub struct Forward {
     /// Hidden states `[.., hidden]`.
     pub hidden: Tensor,
@@ -17,18 +17,18 @@ pub struct Forward {
     pub penalty: Option<Tensor>,
 }
 
-/// How a batch takes part in the steps of the optimizer.
+/// A batch takes part in the steps of the optimizer in this way.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Part {
     /// The batch's share of the targets of the step, from 0 to 1.
     pub share: f64,
     /// Whether the optimizer takes a step after this batch.
     pub is_last: bool,
-    /// Factor of the learning rate of the step.
+    /// The factor of the learning rate of the step.
     pub lr_factor: f64,
 }
 
-/// What a batch is for.
+/// A batch is for training or for evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// Training has dropout, and shuffles where the order of the data is free.
@@ -38,7 +38,7 @@ pub enum Pass {
     },
     /// Evaluation has no dropout, and keeps the order of the data.
     Evaluation {
-        /// In how many parts ranks evaluate, as many as there are.
+        /// The number of parts in which ranks evaluate, as many as there are ranks.
         parts: usize,
     },
 }
@@ -49,29 +49,29 @@ pub trait Model {
     type Item: Clone;
     /// One batch, before anything is computed.
     type Batch;
-    /// What passes from one batch to the next.
+    /// The state that passes from one batch to the next.
     type State;
     /// The target of positions that the loss ignores.
     const IGNORED: i64;
 
-    /// The output layer.
+    /// Returns the output layer.
     fn head(&self) -> &dyn OutputLayer;
 
-    /// The options of a training step, from those that all models share.
+    /// Returns the options of a training step, from those that all models share.
     fn options(&self, options: LossOptions, _: &mut StdRng) -> Result<LossOptions> {
         Ok(options)
     }
 
-    /// The variables.
+    /// Returns the variables.
     fn varmap(&self) -> &VarMap;
 
-    /// The device of the variables.
+    /// Returns the device of the variables.
     fn device(&self) -> &Device;
 
-    /// The settings that a checkpoint must match, by the names of their flags.
+    /// Returns the settings that a checkpoint must match, by the names of their flags.
     fn settings(&self) -> Vec<(&'static str, String)>;
 
-    /// More metadata of a checkpoint.
+    /// Returns more metadata of a checkpoint.
     fn notes(&self) -> Result<Vec<(&'static str, String)>> {
         Ok(vec![])
     }
@@ -81,18 +81,18 @@ pub trait Model {
         Ok(())
     }
 
-    /// One pass over `items`, in which every target occurs once.
+    /// Returns the batches of one pass over `items`, in which every target occurs once.
     fn batches(&self, items: &[Self::Item], recipe: &Recipe, pass: Pass) -> Vec<Self::Batch>;
 
-    /// How a batch takes part in a step; by default every batch is a step.
+    /// Says how a batch takes part in a step. By default every batch is a step.
     fn part(&self, _: &Self::Batch) -> Part {
         Part { share: 1.0, is_last: true, lr_factor: 1.0 }
     }
 
-    /// The state before the first batch.
+    /// Returns the state before the first batch.
     fn start(&self, recipe: &Recipe, pass: Pass) -> Result<Self::State>;
 
-    /// The hidden states and targets of a batch; dropout is applied if a generator for its masks is given.
+    /// Returns the hidden states and targets of a batch; dropout is applied if a generator for its masks is given.
     fn forward(
         &self,
         items: &[Self::Item],
@@ -101,7 +101,7 @@ pub trait Model {
         rng: Option<&mut StdRng>,
     ) -> Result<Forward>;
 
-    /// The tensors of a state, by name.
+    /// Returns the tensors of a state, by name.
     fn save_state(&self, _: &Self::State) -> Vec<(String, Tensor)> {
         vec![]
     }
@@ -116,7 +116,7 @@ pub trait Model {
         Ok(())
     }
 
-    /// The number of parameters.
+    /// Returns the number of parameters.
     fn parameters(&self) -> usize {
         self.varmap().all_vars().iter().map(|var| var.elem_count()).sum()
     }
@@ -129,16 +129,16 @@ pub struct Data<T> {
     pub name: String,
     /// The digest of the vocabulary and both parts, to recognize the corpus of a checkpoint.
     pub digest: String,
-    /// What is trained on.
+    /// The items to train on.
     pub train: Vec<T>,
-    /// What is evaluated after each epoch.
+    /// The items that are evaluated after each epoch.
     pub valid: Vec<T>,
-    /// Mean number of the model's targets per word of `train` and of `valid`. NLLs are shown per word.
+    /// The mean number of the model's targets per word of `train` and of `valid`. NLLs are shown per word.
     pub per_word: [f64; 2],
 }
 
 impl Data<u32> {
-    /// Texts whose first token is an input only; all others are targets.
+    /// Returns texts whose first token is an input only; all others are targets.
     pub fn new<S: AsRef<str>>(
         name: String,
         vocabulary: impl IntoIterator<Item = S>,

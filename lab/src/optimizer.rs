@@ -43,9 +43,9 @@ struct Average {
 
 /// The weights of the steps in an average.
 enum Weights {
-    /// All equal: averaged SGD (Polyak & Juditsky, 1992) as in PyTorch, with both of its late updates. From the second
-    /// step on, a step has the learning rate that was given to the step before, and the average starts anew at the
-    /// second step.
+    /// All weights are equal: averaged SGD (Polyak & Juditsky, 1992) as in PyTorch, with both of its late updates. From
+    /// the second step on, a step has the learning rate that was given to the step before, and the average starts anew
+    /// at the second step.
     Equal {
         /// The learning rate of the step before.
         lr: Option<f64>,
@@ -56,7 +56,7 @@ enum Weights {
 }
 
 impl Average {
-    /// The weight of the parameters after a step in the average with it.
+    /// Returns the weight of the parameters after a step in the average with it.
     fn share(&self) -> f64 {
         match self.weights {
             Weights::Equal { .. } => 1.0 / self.steps.max(1) as f64,
@@ -66,7 +66,7 @@ impl Average {
 }
 
 impl Optimizer {
-    /// An optimizer of all variables.
+    /// Returns an optimizer of all variables.
     pub(crate) fn new(kind: OptimizerKind, weight_decay: f64, varmap: &VarMap) -> Result<Self> {
         let vars = sorted(varmap);
         let moments = match kind {
@@ -78,13 +78,13 @@ impl Optimizer {
         Ok(Self { vars, moments, average: None, weight_decay, steps: 0 })
     }
 
-    /// From now on the variables hold the average of the parameters after each step. To train, exchange the two by
-    /// `swap` before the first step and after the last.
+    /// Begins to average: from now on the variables hold the average of the parameters after each step. To train,
+    /// exchange the two by `swap` before the first step and after the last.
     pub(crate) fn start_averaging(&mut self) -> Result<()> {
         self.start(Weights::Equal { lr: None })
     }
 
-    /// As `start_averaging`, but step t has a weight of about t^`power`.
+    /// Begins to average as `start_averaging` does, but step t has a weight of about t^`power`.
     pub(crate) fn start_polynomial_averaging(&mut self, power: usize) -> Result<()> {
         self.start(Weights::Polynomial(power))
     }
@@ -95,12 +95,12 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Whether the parameters are being averaged.
+    /// Returns whether the parameters are being averaged.
     pub(crate) fn is_averaging(&self) -> bool {
         self.average.is_some()
     }
 
-    /// The power of a polynomial average, if there is one.
+    /// Returns the power of a polynomial average, if there is one.
     pub(crate) fn polynomial_power(&self) -> Option<usize> {
         match self.average.as_ref()?.weights {
             Weights::Equal { .. } => None,
@@ -149,7 +149,7 @@ impl Optimizer {
         ranks.all_reduce(gradients, &self.vars)
     }
 
-    /// One step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns
+    /// Takes one step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns
     /// `false`, without a step, if the norm is not finite.
     pub(crate) fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<bool> {
         let norm = self.norm(grads)?;
@@ -228,12 +228,12 @@ impl Optimizer {
         Ok(sum.sqrt())
     }
 
-    /// The number of steps so far.
+    /// Returns the number of steps so far.
     pub(crate) fn steps(&self) -> usize {
         self.steps
     }
 
-    /// Adam's moments, and the parameters of the last step if the variables are their average; by name.
+    /// Returns Adam's moments, and the parameters of the last step if the variables are their average; by name.
     pub(crate) fn state(&self) -> HashMap<String, Tensor> {
         let mut state = HashMap::new();
         for ((name, _), [first, second]) in self.vars.iter().zip(self.moments.iter().flatten()) {
@@ -246,7 +246,7 @@ impl Optimizer {
         state
     }
 
-    /// The counters, by name.
+    /// Returns the counters, by name.
     pub(crate) fn counters(&self) -> Vec<(String, String)> {
         let mut counters = vec![("steps".into(), self.steps.to_string())];
         if let Some(average) = &self.average {
@@ -285,7 +285,7 @@ impl Optimizer {
     }
 }
 
-/// `var <- keep var + scale tensor`.
+/// Computes `var <- keep var + scale tensor`.
 fn mix(var: &Var, keep: f64, tensor: &Tensor, scale: f64) -> Result<()> {
     if inplace::supports(var) {
         Ok(var.inplace_op2(tensor, &Decay { keep: keep as f32, scale: scale as f32, squared: false })?)
@@ -300,7 +300,7 @@ mod tests {
     use super::*;
     use candle_core::Device;
 
-    /// A variable after 20 steps that minimize the sum of its fourth powers.
+    /// Returns a variable after 20 steps that minimize the sum of its fourth powers.
     fn trained(dtype: DType, device: &Device) -> Vec<f32> {
         let values = Tensor::new(&[[0.5f32, -2.0, 3.0], [0.1, 4.0, -0.3]], device).unwrap();
         let var = Var::from_tensor(&values.to_dtype(dtype).unwrap()).unwrap();

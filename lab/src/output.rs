@@ -1,18 +1,19 @@
-//! What lies between a head and its vocabulary: all of it at each step, a sample of it, rows computed from spellings,
-//! or a vocabulary of two levels.
+//! An output lies between a head and its vocabulary: it computes all of the vocabulary at each step, a sample of it,
+//! rows computed from spellings, or a vocabulary of two levels.
 
 use super::head::{HeadKind, HeadSizes};
 use super::Result;
 use candle_nn::{Embedding, VarBuilder};
 use clap::ValueEnum;
+use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, CharCnn, CharCnnConfig, Classes, HierarchicalConfig, HierarchicalSoftmax,
-    LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, NoiseDistribution, OutputLayer, SoftmaxConfig,
-    SoftmaxHead,
+    LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
 };
 use std::sync::Arc;
 
-/// What lies between a head and its vocabulary.
+/// One of these outputs lies between a head and its vocabulary.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum OutputKind {
     /// The whole vocabulary at each step
@@ -37,12 +38,12 @@ pub enum OutputKind {
 }
 
 impl OutputKind {
-    /// Whether words are sequences of codes, and the codes are the head's vocabulary.
+    /// Returns whether words are sequences of codes, and the codes are the head's vocabulary.
     pub fn is_coded(self) -> bool {
         matches!(self, OutputKind::LightRnn | OutputKind::HybridLightRnn | OutputKind::Bpe)
     }
 
-    /// Why a head cannot have this output, if it cannot.
+    /// Returns why a head cannot have this output, if it cannot.
     pub fn reason_against(self, kind: HeadKind) -> Option<&'static str> {
         let is_several = self == OutputKind::Nce && kind == HeadKind::Mos;
         is_several.then_some("--output nce is for one softmax, as --head softmax and moc are")
@@ -52,24 +53,24 @@ impl OutputKind {
 /// `--output` and its sizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Output {
-    /// What lies between the head and its vocabulary.
+    /// The kind of the output between the head and its vocabulary.
     pub kind: OutputKind,
-    /// Number of negatives; `None`: a tenth of the vocabulary, at least 16.
+    /// The number of negatives. `None` stands for a tenth of the vocabulary, and at least 16.
     pub samples: Option<usize>,
 }
 
-/// The vocabulary: the spelling of each entry, and how often it occurs in the training text.
+/// The entries of a vocabulary have a spelling each, and a count in the training text.
 #[derive(Clone, Debug, Default)]
 pub struct Entries {
     /// The words, by token id.
     pub words: Vec<String>,
-    /// How often each word occurs in the training text, and once more.
+    /// The number of times that each word occurs in the training text, plus one.
     pub counts: Vec<f64>,
 }
 
 impl Entries {
-    /// The entries of these words. Each counts one occurrence more than the text has, so that none is impossible.
-    pub fn of(words: &[String], text: &[u32]) -> Self {
+    /// Counts these words in a text. Each counts one occurrence more than the text has, so that none is impossible.
+    pub fn count(words: &[String], text: &[u32]) -> Self {
         let mut counts = vec![1.0; words.len()];
         text.iter().for_each(|&id| counts[id as usize] += 1.0);
         Entries { words: words.to_vec(), counts }
@@ -80,12 +81,12 @@ impl Output {
     /// The whole vocabulary.
     pub const FULL: Output = Output { kind: OutputKind::Full, samples: None };
 
-    /// The output's name in results.
+    /// Returns the output's name in results.
     pub(crate) fn name(self) -> String {
         self.kind.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
 
-    /// A head of `sizes` on this output. If an embedding is given, the decoder shares its weight.
+    /// Returns a head of `sizes` on this output. If an embedding is given, the decoder shares its weight.
     pub(crate) fn build(
         self,
         kind: HeadKind,
@@ -107,7 +108,7 @@ impl Output {
             return Err(reason.into());
         }
         let mixture = |vocab: usize| HeadSizes { vocab, ..sizes }.mixture().with_dropout(dropout);
-        // The softmax or the mixture of the ids or classes of the first level.
+        // This makes the softmax or the mixture of the ids or classes of the first level.
         let first_level = |vocab: usize, vb: VarBuilder| -> Result<Arc<dyn MixtureLayer>> {
             Ok(match kind {
                 HeadKind::Softmax => Arc::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb)?),
@@ -143,7 +144,7 @@ impl Output {
         }
     }
 
-    /// What negatives are drawn from, if any are.
+    /// Returns the distribution from which negatives are drawn, if any are.
     pub(crate) fn noise(self, entries: &Entries) -> Result<Option<NoiseDistribution>> {
         match self.kind {
             OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn => {
@@ -153,7 +154,7 @@ impl Output {
         }
     }
 
-    /// The options of a training step, with negatives of this seed.
+    /// Returns the options of a training step, with negatives of this seed.
     pub(crate) fn options(self, options: LossOptions, noise: &NoiseDistribution, seed: u64) -> Result<LossOptions> {
         let samples = self.samples.unwrap_or((noise.vocab_size() / 10).max(16)).min(noise.vocab_size());
         let negatives = noise.draw(samples, seed)?;
@@ -164,12 +165,12 @@ impl Output {
     }
 }
 
-/// The network of `--output char-cnn`, for rows of this size.
+/// Returns the network of `--output char-cnn`, for rows of this size.
 pub(crate) fn char_cnn(context: usize) -> CharCnnConfig {
     CharCnnConfig::new(context).with_correction(32)
 }
 
-/// The cutoffs of the adaptive softmax: a tenth and four tenths of the vocabulary.
+/// Returns the cutoffs of the adaptive softmax: a tenth and four tenths of the vocabulary.
 fn cutoffs(vocab: usize) -> Vec<usize> {
     vec![(vocab / 10).max(1), (4 * vocab / 10).max(2)]
 }
@@ -195,7 +196,7 @@ mod tests {
 
     fn entries() -> Entries {
         let words: Vec<String> = (0..30).map(|id| format!("w{id}")).collect();
-        Entries::of(&words, &[0, 0, 0, 1, 1, 2, 5, 9])
+        Entries::count(&words, &[0, 0, 0, 1, 1, 2, 5, 9])
     }
 
     fn model(head: HeadKind, kind: OutputKind, tied: bool) -> Result<LanguageModel> {
@@ -203,7 +204,7 @@ mod tests {
         let mut recipe = Recipe { hidden: 6, embedding: Some(6), context: Some(6), output, ..Recipe::BASE };
         recipe.awd.tied = tied.then_some(true);
         let sizes = Sizes::new(head, &recipe, 30);
-        LanguageModel::of_entries(head, sizes, InitialValues::Small, &recipe, &entries(), &Device::Cpu)
+        LanguageModel::with_entries(head, sizes, InitialValues::Small, &recipe, &entries(), &Device::Cpu)
     }
 
     fn hidden() -> Tensor {
@@ -221,8 +222,8 @@ mod tests {
                 let options = |seed| model.options(LossOptions::new(), &mut StdRng::seed_from_u64(seed)).unwrap();
                 let loss = |seed| model.head().loss(&hidden, &targets, &options(seed)).unwrap();
                 let gradients = loss(1).backward().expect("a backward pass");
-                let of_head = |(name, _): &(String, _)| name.starts_with("head.");
-                let vars = super::super::init::sorted(model.varmap()).into_iter().filter(of_head);
+                let is_head = |(name, _): &(String, _)| name.starts_with("head.");
+                let vars = super::super::init::sorted(model.varmap()).into_iter().filter(is_head);
                 let trained = vars.filter(|(_, var)| gradients.get(var).is_some()).count();
                 assert!(trained > 0, "{head:?} {kind:?}");
                 let value = |seed| loss(seed).value.to_scalar::<f32>().unwrap();

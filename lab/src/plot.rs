@@ -16,9 +16,9 @@ pub(crate) struct Curve {
 pub struct Axes<'a> {
     /// The title.
     pub title: &'a str,
-    /// What the horizontal axis shows.
+    /// The label of the horizontal axis.
     pub x: &'a str,
-    /// What the vertical axis shows.
+    /// The label of the vertical axis.
     pub y: &'a str,
     /// A horizontal reference line, such as the lowest value that can be reached.
     pub floor: Option<(&'a str, f64)>,

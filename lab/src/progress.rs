@@ -2,7 +2,7 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar of `steps` steps with the prefix `label`.
+/// Returns a bar of `steps` steps with the prefix `label`.
 pub fn bar(steps: usize, label: String) -> ProgressBar {
     let bar = ProgressBar::new(steps as u64).with_prefix(label);
     let template = "{prefix} [{bar:32}] {pos}/{len} {elapsed}<{eta} {msg}";

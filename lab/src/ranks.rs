@@ -2,13 +2,13 @@
 
 use super::{recipe::Recipe, Result};
 use candle_core::{backprop::GradStore, Tensor, Var};
-use mos_head::{Collectives, DataParallel, Numbers};
+use mos_head::distributed::{Collectives, DataParallel, Numbers};
 use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The ranks of a distributed program, all with the same model and the same data: each computes the gradients of its parts
-/// of a step, and takes the step with the gradients of all. By default a single process.
+/// The ranks of a distributed program, all with the same model and the same data: each computes the gradients of its
+/// parts of a step, and takes the step with the gradients of all. By default a single process.
 ///
 /// Every rank makes the same calls of `sums`, `wait`, `all_reduce` and `share`. If one of them ends with an error, the
 /// others get an error at their next call.
@@ -19,7 +19,7 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Ranks that exchange what they compute by this engine.
+    /// Makes ranks that exchange what they compute by this engine.
     pub fn new(collectives: Arc<dyn Collectives>) -> Self {
         Self { several: Some(DataParallel::new(collectives)) }
     }
@@ -28,12 +28,12 @@ impl Ranks {
         self.several.as_ref().map(|several| &**several.collectives())
     }
 
-    /// How many there are.
+    /// Returns the number of ranks.
     pub fn count(&self) -> usize {
         self.collectives().map_or(1, Collectives::ranks)
     }
 
-    /// Whether this is the rank that prints and writes files.
+    /// Returns whether this is the rank that prints and writes files.
     pub fn is_first(&self) -> bool {
         self.collectives().is_none_or(|collectives| collectives.rank() == 0)
     }
@@ -52,14 +52,14 @@ impl Ranks {
         }
     }
 
-    /// Whether it is so for the first rank.
+    /// Returns what the first rank finds, on every rank.
     pub(crate) fn first_finds(&self, is_so: bool) -> Result<bool> {
-        let [of_first] = self.sums([f64::from(u8::from(is_so && self.is_first()))])?;
-        Ok(of_first > 0.0)
+        let [answer] = self.sums([f64::from(u8::from(is_so && self.is_first()))])?;
+        Ok(answer > 0.0)
     }
 
-    /// The recipe, with about a part of every batch for each rank if it has no parts of its own. Fails if it has fewer
-    /// parts.
+    /// Returns the recipe, with about a part of every batch for each rank if it has no parts of its own. Fails if it
+    /// has fewer parts.
     pub fn divide(&self, recipe: &Recipe) -> Result<Recipe> {
         let (mut recipe, ranks) = (*recipe, self.count());
         if ranks > 1 {
@@ -79,7 +79,7 @@ impl Ranks {
         Ok(recipe)
     }
 
-    /// The places of this rank's parts, one after the other.
+    /// Returns the places of this rank's parts, one after the other.
     pub(crate) fn own(&self, parts: usize) -> Range<usize> {
         self.parts_of(self.collectives().map_or(0, Collectives::rank), parts)
     }
@@ -88,7 +88,7 @@ impl Ranks {
         rank * parts / self.count()..(rank + 1) * parts / self.count()
     }
 
-    /// The sums over all ranks.
+    /// Returns the sums over all ranks.
     pub(crate) fn sums<const N: usize>(&self, numbers: [f64; N]) -> Result<[f64; N]> {
         match &self.several {
             None => Ok(numbers),

@@ -16,20 +16,20 @@ macro_rules! recipe {
                 #[doc $($doc)*]
                 pub $name: $type,
             )*
-            /// Size of the embedding; `None`: as `hidden`.
+            /// The size of the embedding. `None` stands for `hidden`.
             pub embedding: Option<usize>,
-            /// Size of the mixtures' contexts; `None`: the size that gives a mixture the softmax's number of
-            /// parameters.
+            /// The size of the mixtures' contexts. `None` stands for the size that gives a mixture the softmax's number
+            /// of parameters.
             pub context: Option<usize>,
             /// Steps of backpropagation through time, for language models.
             pub bptt: usize,
-            /// How losses are shown.
+            /// The measure by which losses are shown.
             pub measure: Measure,
             /// The seed of initial values, batches and masks.
             pub seed: u64,
-            /// What AWD-LSTM adds, for language models.
+            /// The settings that AWD-LSTM adds, for language models.
             pub awd: Awd,
-            /// What lies between the head and its vocabulary, for language models.
+            /// The output between the head and its vocabulary, for language models.
             pub output: Output,
             /// Whether the parameters are averaged from the start, until the validation loss no longer improves.
             pub finetune: bool,
@@ -67,17 +67,17 @@ macro_rules! recipe {
         }
 
         impl RecipeFlags {
-            /// The embedding's size, if the flag is set.
+            /// Returns the embedding's size, if the flag is set.
             pub fn embedding(&self) -> Option<usize> {
                 self.embedding
             }
 
-            /// The contexts' size, if the flag is set.
+            /// Returns the contexts' size, if the flag is set.
             pub fn context(&self) -> Option<usize> {
                 self.context
             }
 
-            /// The recipe of these flags over the defaults of a program.
+            /// Returns the recipe of these flags over the defaults of a program.
             pub fn over(&self, defaults: Recipe, seed: u64) -> Recipe {
                 Recipe {
                     $($name: self.$name.unwrap_or(defaults.$name),)*
@@ -149,15 +149,15 @@ recipe! {
 }
 
 impl Recipe {
-    /// The sizes of a head over `vocab` token ids.
+    /// Returns the sizes of a head over `vocab` token ids.
     pub fn head(&self, vocab: usize) -> HeadSizes {
         let Recipe { hidden, components, activation, .. } = *self;
         let context = self.context.unwrap_or_else(|| HeadSizes::equal_context(vocab, hidden, components));
         HeadSizes { vocab, hidden, context, components, activation }
     }
 
-    /// The sizes of a checkpoint's model; all else is as in `BASE`.
-    pub fn of_checkpoint(kind: HeadKind, checkpoint: &Checkpoint) -> Result<Recipe> {
+    /// Returns the sizes of a checkpoint's model; all else is as in `BASE`.
+    pub fn from_checkpoint(kind: HeadKind, checkpoint: &Checkpoint) -> Result<Recipe> {
         let mut recipe = Recipe {
             hidden: checkpoint.get("hidden")?,
             embedding: Some(checkpoint.get("embedding")?),
@@ -173,7 +173,7 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// The flags that the rest of a paused epoch must have.
+    /// Returns the flags that the rest of a paused epoch must have.
     pub(crate) fn course(&self) -> String {
         let Recipe { batch, bptt, seed, finetune, average, awd: Awd { random_bptt, small_batch, .. }, .. } = *self;
         let optional =
@@ -185,9 +185,9 @@ impl Recipe {
         format!("--batch {batch} --bptt {bptt} --seed {seed}{random_bptt}{small_batch}{finetune}{average}")
     }
 
-    /// Trial number `trial` of a random search: 0 is the recipe itself; the others have a learning rate from half to
-    /// twice its own, a dropout from 0 to 0.4, and in turn one and the other activation. Every head gets the same
-    /// trials.
+    /// Returns trial number `trial` of a random search: 0 is the recipe itself; the others have a learning rate from
+    /// half to twice its own, a dropout from 0 to 0.4, and in turn one and the other activation. Every head gets the
+    /// same trials.
     pub(crate) fn trial(&self, trial: usize) -> Recipe {
         if trial == 0 {
             return *self;
@@ -204,7 +204,7 @@ impl Recipe {
         Recipe { lr, dropout, activation, awd: self.awd.without_locked_dropout(), ..*self }
     }
 
-    /// The flags that trials differ in; a softmax has no activation.
+    /// Returns the flags that trials differ in; a softmax has no activation.
     pub(crate) fn tried(&self, kind: HeadKind) -> String {
         let mut flags = format!("--lr {}", self.lr);
         if !self.awd.has_locked_dropout() {
@@ -216,20 +216,20 @@ impl Recipe {
         flags
     }
 
-    /// The embedding's size.
+    /// Returns the embedding's size.
     pub fn embedding(&self) -> usize {
         self.embedding.unwrap_or(self.hidden)
     }
 
-    /// The learning rate after `steps` steps and `epochs` epochs, counted with fractions: it rises for `warmup` steps
-    /// and falls by the factor `decay` per epoch.
+    /// Returns the learning rate after `steps` steps and `epochs` epochs, counted with fractions: it rises for `warmup`
+    /// steps and falls by the factor `decay` per epoch.
     pub(crate) fn lr_at(&self, steps: usize, epochs: f64) -> f64 {
         let rise = ((steps + 1) as f64 / self.warmup.max(1) as f64).min(1.0);
         rise * self.lr * self.decay.powf(epochs)
     }
 }
 
-/// The end of `--help`: the defaults of a program.
+/// Returns the end of `--help`: the defaults of a program.
 pub fn describe(defaults: &[(&str, Recipe)]) -> String {
     let lines = defaults.iter().map(|(data, recipe)| {
         let embedding = format!("--embedding {}", recipe.embedding());

@@ -6,9 +6,10 @@ use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, MetalStorage, Shape, Tensor, D};
 use candle_nn::ops::sigmoid;
 
-/// The hidden states of all steps, then the last cell, `[steps + 1, batch, hidden]`, from inputs `[batch, steps, width]`,
-/// the weight of inputs, hidden states and ones (whose column is the bias), `[4 hidden, width + hidden + 1]`, and the
-/// initial hidden state and cell, `[2, batch, hidden]`. The gates are in candle_nn's order: input, forget, cell, output.
+/// Computes the hidden states of all steps, then the last cell, `[steps + 1, batch, hidden]`, from inputs `[batch,
+/// steps, width]`, the weight `[4 hidden, width + hidden + 1]` of inputs, hidden states and ones (whose column is the
+/// bias), and the initial hidden state and cell, `[2, batch, hidden]`. The gates are in candle_nn's order: input,
+/// forget, cell, output.
 pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Result<Tensor> {
     if inputs.elem_count() == 0 || start.elem_count() == 0 {
         return Err(format!(
@@ -24,13 +25,13 @@ pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Re
     let tracked = [inputs, weight, start].iter().any(|operand| operand.track_op());
     let (width, units) = (inputs.dim(2)?, start.dim(2)?);
     let by_step = by_step(&inputs.detach())?;
-    let [of_inputs, recurrent, bias] = parts(&weight.detach(), width, units)?;
+    let [input_weight, recurrent, bias] = parts(&weight.detach(), width, units)?;
     let recurrent = recurrent.t()?;
     let (mut hidden, mut cell) = (start.detach().get(0)?, start.detach().get(1)?);
     let (mut outputs, mut kept) = (vec![], vec![]);
     let (steps, batch, _) = by_step.dims3()?;
     let sums =
-        by_step.flatten_to(1)?.matmul(&of_inputs.t()?)?.broadcast_add(&bias.t()?)?.reshape((steps, batch, ()))?;
+        by_step.flatten_to(1)?.matmul(&input_weight.t()?)?.broadcast_add(&bias.t()?)?.reshape((steps, batch, ()))?;
     for step in 0..steps {
         let all = Gates::new(&(sums.get(step)? + hidden.matmul(&recurrent)?)?)?;
         let before = cell;
@@ -51,12 +52,12 @@ pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Re
     Ok((value + node)?)
 }
 
-/// `[batch, steps, width]` -> `[steps, batch, width]`.
+/// Transposes `[batch, steps, width]` to `[steps, batch, width]`.
 fn by_step(inputs: &Tensor) -> candle_core::Result<Tensor> {
     inputs.transpose(0, 1)?.contiguous()
 }
 
-/// The columns of a weight for inputs, hidden states and ones. A GPU multiplies whole matrices alone.
+/// Returns the columns of a weight for inputs, hidden states and ones. A GPU multiplies whole matrices alone.
 fn parts(weight: &Tensor, width: usize, units: usize) -> candle_core::Result<[Tensor; 3]> {
     let part = |first, columns| weight.narrow(1, first, columns)?.contiguous();
     Ok([part(0, width)?, part(width, units)?, part(width + units, 1)?])
@@ -78,7 +79,7 @@ impl Gates {
     }
 }
 
-/// What a step keeps for the backward pass.
+/// A step keeps this for the backward pass.
 struct Kept {
     gates: Gates,
     /// The cell before the step, `[batch, hidden]`.
@@ -96,7 +97,7 @@ struct Node {
 impl Node {
     fn gradients(&self, [inputs, weight, start, upstream]: [&Tensor; 4]) -> candle_core::Result<[Tensor; 3]> {
         let (steps, (batch, _, width), units) = (self.kept.len(), inputs.dims3()?, start.dim(2)?);
-        let [of_inputs, recurrent, _] = parts(weight, width, units)?;
+        let [input_weight, recurrent, _] = parts(weight, width, units)?;
         let (mut back_hidden, mut back_cell) = (start.get(0)?.zeros_like()?, upstream.get(steps)?);
         let mut sums = Vec::with_capacity(steps);
         for (step, Kept { gates, before, squashed }) in self.kept.iter().enumerate().rev() {
@@ -123,7 +124,7 @@ impl Node {
         let ones = sums.ones_like()?.narrow(1, 0, 1)?;
         let operands = Tensor::cat(&[by_step(inputs)?.flatten_to(1)?, before.flatten_to(1)?, ones], 1)?;
         let by_weight = sums.t()?.matmul(&operands)?;
-        let by_inputs = sums.matmul(&of_inputs)?.reshape((steps, batch, width))?;
+        let by_inputs = sums.matmul(&input_weight)?.reshape((steps, batch, width))?;
         Ok([by_inputs.transpose(0, 1)?.contiguous()?, by_weight, Tensor::stack(&[back_hidden, back_cell], 0)?])
     }
 }

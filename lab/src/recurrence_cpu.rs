@@ -8,13 +8,13 @@ use gemm::Parallelism;
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
-/// Number of sequences of a part; a product with fewer rows is bound by reading the weight.
+/// The number of sequences of a part. A product with fewer rows is bound by reading the weight.
 const PART: usize = 6;
-/// Maximum elements of a weight that a thread reads at every step for its own sequences alone: 4 MiB, which stay in the
-/// second- or third-level cache.
+/// The largest number of elements of a weight that a thread reads at every step for its own sequences alone: 4 MiB,
+/// which stay in the second- or third-level cache.
 const CACHED: usize = 1 << 20;
 
-/// Whether `recurrence` can take these operands.
+/// Returns whether `recurrence` can take these operands.
 pub(crate) fn supports(operands: [&Tensor; 3]) -> bool {
     operands.iter().all(|operand| operand.device().is_cpu() && operand.dtype() == DType::F32)
 }
@@ -26,11 +26,11 @@ pub(crate) fn recurrence(inputs: &Tensor, weight: &Tensor, start: &Tensor) -> Re
 
 #[derive(Default)]
 struct Steps {
-    /// What the forward pass computed.
+    /// The results of the forward pass.
     parts: OnceLock<Vec<Part>>,
 }
 
-/// What some sequences keep for the backward pass.
+/// Some sequences keep this for the backward pass.
 struct Part {
     /// The four gates and tanh of the cell, [steps, sequences, 5, hidden].
     gates: Vec<f32>,
@@ -38,7 +38,7 @@ struct Part {
     cells: Vec<f32>,
 }
 
-/// How the sequences are cut into parts.
+/// The sequences are cut into parts of these sizes.
 #[derive(Clone, Copy)]
 struct Sizes {
     steps: usize,
@@ -68,7 +68,7 @@ impl Sizes {
         Self { steps, batch, width, hidden, part, parallelism }
     }
 
-    /// Elements of a row of the weight: for the inputs, for the hidden state and for the bias.
+    /// Returns the number of elements of a row of the weight: for the inputs, for the hidden state and for the bias.
     fn columns(self) -> usize {
         self.width + self.hidden + 1
     }
@@ -78,7 +78,7 @@ impl Sizes {
         (0..batch).step_by(part).map(|first| Sequences { first, count: part.min(batch - first) }).collect()
     }
 
-    /// Sequences of a step that one thread computes.
+    /// Returns the number of sequences of a step that one thread computes.
     fn rows_at_a_time(self) -> usize {
         match self.parallelism {
             Parallelism::None => self.part,
@@ -151,21 +151,22 @@ impl CustomOp3 for Steps {
             let tensors = [inputs, weight, start, output, &upstream].map(Tensor::storage_and_layout);
             let mut slices = Vec::with_capacity(tensors.len());
             for (storage, layout) in &tensors {
-                slices.push(of_cpu(storage, layout)?);
+                slices.push(cpu_values(storage, layout)?);
             }
             let computed = Computed { inputs: slices[0], start: slices[2], output: slices[3] };
-            let of_part = sizes.part * steps;
-            let gradients = sums.par_chunks_mut(of_part * 4 * hidden).zip(to_inputs.par_chunks_mut(of_part * width));
+            let part_rows = sizes.part * steps;
+            let gradients =
+                sums.par_chunks_mut(part_rows * 4 * hidden).zip(to_inputs.par_chunks_mut(part_rows * width));
             let parts = sizes.parts().into_par_iter().zip(parts).zip(gradients);
-            let starts = parts.zip(operands.par_chunks_mut(of_part * sizes.columns())).map(
+            let starts = parts.zip(operands.par_chunks_mut(part_rows * sizes.columns())).map(
                 |(((which, part), (sums, to_inputs)), operands)| {
                     computed.operands(sizes, which, operands);
                     backward(sizes, which, part, slices[4], slices[1], sums, to_inputs)
                 },
             );
             let starts: Vec<Vec<f32>> = starts.collect();
-            for (which, of_start) in sizes.parts().into_iter().zip(&starts) {
-                sizes.place(&mut to_start, of_start, which);
+            for (which, part_start) in sizes.parts().into_iter().zip(&starts) {
+                sizes.place(&mut to_start, part_start, which);
             }
         }
         let device = inputs.device();
@@ -189,15 +190,15 @@ fn forward(sizes: Sizes, which: Sequences, inputs: &[f32], weight: &[f32], start
     hiddens[..size].copy_from_slice(&start[first * hidden..][..size]);
     cells[..size].copy_from_slice(&start[(batch + first) * hidden..][..size]);
 
-    let (of_inputs, others) = weight.split_at(width * 4 * hidden);
+    let (input_weight, others) = weight.split_at(width * 4 * hidden);
     let (recurrent, bias) = others.split_at(hidden * 4 * hidden);
-    let (of_inputs, recurrent) = (rows(of_inputs, 4 * hidden), rows(recurrent, 4 * hidden));
+    let (input_weight, recurrent) = (rows(input_weight, 4 * hidden), rows(recurrent, 4 * hidden));
     let mut gates = vec![0.0; steps * count * 5 * hidden];
     gates.chunks_exact_mut(5 * hidden).for_each(|gates| gates[..4 * hidden].copy_from_slice(bias));
     for sequence in 0..count {
         let inputs = rows(&inputs[(first + sequence) * steps * width..][..steps * width], width);
         let to = RowsMut { values: &mut gates[sequence * 5 * hidden..], stride: count * 5 * hidden };
-        add_product(to, (steps, width, 4 * hidden), inputs, of_inputs, parallelism);
+        add_product(to, (steps, width, 4 * hidden), inputs, input_weight, parallelism);
     }
     for (step, gates) in gates.chunks_exact_mut(count * 5 * hidden).enumerate() {
         let (before, after) = hiddens[step * size..].split_at_mut(size);
@@ -213,7 +214,7 @@ fn forward(sizes: Sizes, which: Sequences, inputs: &[f32], weight: &[f32], start
     (Part { gates, cells }, hiddens)
 }
 
-/// One step of one sequence, from the sums of its gates: they become the gates.
+/// Takes one step of one sequence. The sums of its gates become the gates.
 fn activate(gates: &mut [f32], before: &[f32], cell: &mut [f32], hidden: &mut [f32]) {
     let n = cell.len();
     let (input, rest) = gates.split_at_mut(n);
@@ -239,8 +240,8 @@ struct Computed<'a> {
 }
 
 impl Computed<'_> {
-    /// The right operand of the weight's gradient: for each step of each sequence the input, the hidden state before,
-    /// and one, `[steps, sequences, columns]`.
+    /// Writes the right operand of the weight's gradient: for each step of each sequence the input, the hidden state
+    /// before, and one, `[steps, sequences, columns]`.
     fn operands(&self, sizes: Sizes, Sequences { first, count }: Sequences, to: &mut [f32]) {
         let Sizes { steps, batch, width, hidden, .. } = sizes;
         for (row, to) in to.chunks_exact_mut(sizes.columns()).enumerate() {
@@ -271,8 +272,8 @@ fn backward(
     let Part { gates, cells } = part;
     let size = count * hidden;
     let upstream = |step: usize| &upstream[(step * batch + first) * hidden..][..size];
-    let (of_inputs, recurrent) = (rows(weight, sizes.columns()), rows(&weight[width..], sizes.columns()));
-    // Gradients of the hidden states and cells after a step.
+    let (input_weight, recurrent) = (rows(weight, sizes.columns()), rows(&weight[width..], sizes.columns()));
+    // These are the gradients of the hidden states and cells after a step.
     let mut states = vec![0.0; 2 * size];
     let (back_hidden, back_cell) = states.split_at_mut(size);
     back_cell.copy_from_slice(upstream(steps));
@@ -281,9 +282,10 @@ fn backward(
         let gates = &gates[step * count * 5 * hidden..][..count * 5 * hidden];
         let cells = &cells[step * size..][..size];
         back_hidden.iter_mut().zip(upstream(step)).for_each(|(back, upstream)| *back += upstream);
-        let of_sums = sums.par_chunks_exact_mut(4 * hidden).zip(gates.par_chunks_exact(5 * hidden));
+        let sums_and_gates = sums.par_chunks_exact_mut(4 * hidden).zip(gates.par_chunks_exact(5 * hidden));
         let states = cells.par_chunks_exact(hidden).zip(back_hidden.par_chunks_exact(hidden));
-        let all = of_sums.zip(states).zip(back_cell.par_chunks_exact_mut(hidden)).with_min_len(sizes.rows_at_a_time());
+        let all =
+            sums_and_gates.zip(states).zip(back_cell.par_chunks_exact_mut(hidden)).with_min_len(sizes.rows_at_a_time());
         all.for_each(|(((sums, gates), (before, hidden)), cell)| through_gates(sums, gates, before, hidden, cell));
         back_hidden.fill(0.0);
         let to = RowsMut { values: back_hidden, stride: hidden };
@@ -292,13 +294,13 @@ fn backward(
     for (sequence, to_inputs) in to_inputs.chunks_exact_mut(steps * width).enumerate() {
         let sums = Rows { values: &all_sums[sequence * 4 * hidden..], stride: count * 4 * hidden };
         let to = RowsMut { values: to_inputs, stride: width };
-        add_product(to, (steps, 4 * hidden, width), sums, of_inputs, parallelism);
+        add_product(to, (steps, 4 * hidden, width), sums, input_weight, parallelism);
     }
     states
 }
 
-/// The gradients of the gates' sums in one step of one sequence, from the gradients of its hidden state and its cell.
-/// The cell's gradient becomes the gradient of the cell before.
+/// Writes the gradients of the gates' sums in one step of one sequence, from the gradients of its hidden state and its
+/// cell. The cell's gradient becomes the gradient of the cell before.
 fn through_gates(sums: &mut [f32], gates: &[f32], before: &[f32], hidden: &[f32], cell: &mut [f32]) {
     let n = cell.len();
     let part = |i: usize| &gates[i * n..][..n];
@@ -316,7 +318,7 @@ fn through_gates(sums: &mut [f32], gates: &[f32], before: &[f32], hidden: &[f32]
     }
 }
 
-/// The logistic function. Like `tanh`, it has an absolute error of at most 1e-7.
+/// Computes the logistic function. Like `tanh`, it has an absolute error of at most 1e-7.
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
@@ -353,7 +355,7 @@ fn rows(values: &[f32], stride: usize) -> Rows<'_> {
     Rows { values, stride }
 }
 
-/// `to[m, n] += lhs[m, k] rhs[k, n]`.
+/// Computes `to[m, n] += lhs[m, k] rhs[k, n]`.
 fn add_product(to: RowsMut, (m, k, n): (usize, usize, usize), lhs: Rows, rhs: Rows, parallelism: Parallelism) {
     let fits = |len: usize, stride: usize, rows: usize, columns: usize| {
         rows > 0 && columns <= stride && (rows - 1) * stride + columns <= len
@@ -387,7 +389,7 @@ fn add_product(to: RowsMut, (m, k, n): (usize, usize, usize), lhs: Rows, rhs: Ro
     }
 }
 
-fn of_cpu<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
+fn cpu_values<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
     match storage {
         Storage::Cpu(storage) => values(storage, layout),
         _ => candle_core::bail!("lstm: expected tensors on the CPU"),

@@ -22,13 +22,13 @@ pub struct LstmDropout {
 }
 
 impl LstmDropout {
-    /// The same locked dropout everywhere.
+    /// Returns the same locked dropout everywhere.
     pub fn locked(dropout: f64) -> Self {
         Self { input: dropout, between: dropout, output: dropout, weight: 0.0 }
     }
 }
 
-/// Stacked LSTM layers.
+/// These are stacked LSTM layers.
 pub struct Lstm {
     layers: Vec<Layer>,
     dropout: LstmDropout,
@@ -43,31 +43,31 @@ pub(crate) struct Outputs {
 }
 
 impl Lstm {
-    /// Layers with these numbers of units, and variables `0.weight_ih_l0`, .., `1.weight_ih_l0`, .., with the names
-    /// and shapes of candle_nn's LSTM.
+    /// Makes layers with these numbers of units, and variables `0.weight_ih_l0`, .., `1.weight_ih_l0`, .., with the
+    /// names and shapes of candle_nn's LSTM.
     pub fn new(inputs: usize, units: &[usize], dropout: LstmDropout, vb: VarBuilder) -> Result<Self> {
         let widths = [&[inputs], units].concat();
         let layer = |i: usize| Layer::new(widths[i], widths[i + 1], vb.pp(i));
         Ok(Self { layers: (0..units.len()).map(layer).collect::<Result<_>>()?, dropout })
     }
 
-    /// The number of layers.
+    /// Returns the number of layers.
     pub fn layers(&self) -> usize {
         self.layers.len()
     }
 
-    /// The state before the first input.
+    /// Returns the state before the first input.
     pub fn start(&self, batch: usize) -> Result<Vec<LSTMState>> {
         self.layers.iter().map(|layer| layer.start(batch)).collect()
     }
 
-    /// Inputs `[batch, seq, width]` -> hidden states `[batch, seq, hidden]`; advances `states`. Dropout is applied if a
-    /// generator for its masks is given.
+    /// Computes the hidden states `[batch, seq, hidden]` of inputs `[batch, seq, width]`, and advances `states`.
+    /// Dropout is applied if a generator for its masks is given.
     pub fn forward(&self, inputs: &Tensor, states: &mut [LSTMState], rng: Option<&mut StdRng>) -> Result<Tensor> {
         Ok(self.outputs(inputs, states, rng)?.dropped)
     }
 
-    /// As `forward`, with the hidden states before the last dropout.
+    /// Computes the hidden states as `forward` does, with the hidden states before the last dropout.
     pub(crate) fn outputs(
         &self,
         inputs: &Tensor,
@@ -205,7 +205,7 @@ mod tests {
         }
     }
 
-    /// The outputs of two layers of ones and the inputs' dropout, in training with this seed or in evaluation.
+    /// Returns the outputs of two layers of ones and the inputs' dropout, in training with this seed or in evaluation.
     fn outputs(dropout: LstmDropout, seed: Option<u64>) -> Outputs {
         let varmap = VarMap::new();
         let lstm = Lstm::new(40, &[30, 50], dropout, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu));

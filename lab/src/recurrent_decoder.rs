@@ -25,7 +25,7 @@ pub struct State {
 }
 
 impl State {
-    /// The states of these rows: `[rows]`, u32.
+    /// Returns the states of these rows: `[rows]`, u32.
     pub fn select(&self, rows: &Tensor) -> Result<Self> {
         let select =
             |state: &LSTMState| Ok(LSTMState::new(state.h.index_select(rows, 0)?, state.c.index_select(rows, 0)?));
@@ -34,7 +34,7 @@ impl State {
 }
 
 impl RecurrentDecoder {
-    /// A decoder of `vocab` token ids, with the variables `bridge.weight`, `decoder.0.weight_ih_l0`,
+    /// Returns a decoder of `vocab` token ids, with the variables `bridge.weight`, `decoder.0.weight_ih_l0`,
     /// `attention.score.weight`, .., and `weight` of `embedding`.
     pub fn new(vocab: usize, recipe: &Recipe, embedding: &str, vb: VarBuilder) -> Result<Self> {
         let (Recipe { hidden, layers, dropout, .. }, width) = (*recipe, recipe.embedding());
@@ -47,8 +47,8 @@ impl RecurrentDecoder {
         })
     }
 
-    /// The state before the first token, after the encoder's outputs `[batch, positions, hidden]` and their mean `[batch,
-    /// hidden]`. The mask `[batch, 1, positions]` is added to the scores of attention.
+    /// Returns the state before the first token, after the encoder's outputs `[batch, positions, hidden]` and their
+    /// mean `[batch, hidden]`. The mask `[batch, 1, positions]` is added to the scores of attention.
     pub fn start(&self, outputs: Tensor, mean: &Tensor, mask: Tensor) -> Result<State> {
         let hidden = self.bridge.forward(mean)?.tanh()?.chunk(self.lstm.layers(), 1)?;
         let start = |hidden: Tensor| Ok(LSTMState::new(hidden.contiguous()?, hidden.zeros_like()?));
@@ -56,8 +56,8 @@ impl RecurrentDecoder {
         Ok(State { memory: self.attention.memory(outputs, mask)?, lstm })
     }
 
-    /// Token ids `[batch, steps]` -> the head's hidden states for the next ids, `[batch, steps, hidden]`; advances
-    /// `state`. Dropout is applied if a generator for its masks is given.
+    /// Computes the head's hidden states `[batch, steps, hidden]` for the ids after token ids `[batch, steps]`, and
+    /// advances `state`. Dropout is applied if a generator for its masks is given.
     pub fn decode(&self, ids: &Tensor, state: &mut State, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
         let inputs = self.embedding.forward(ids)?;
         let hidden = self.lstm.forward(&inputs, &mut state.lstm, rng.as_deref_mut())?;

@@ -1,6 +1,6 @@
 //! Tables of text.
 
-/// A table as text. The first column is aligned to the left, the others to the right.
+/// Returns a table as text. The first column is aligned to the left, the others to the right.
 pub fn table(columns: &[&str], rows: &[Vec<String>]) -> String {
     let width = |i: usize| rows.iter().map(|row| row[i].chars().count()).fold(columns[i].len(), usize::max);
     let widths: Vec<usize> = (0..columns.len()).map(width).collect();
@@ -15,7 +15,7 @@ pub fn table(columns: &[&str], rows: &[Vec<String>]) -> String {
     lines.join("\n")
 }
 
-/// A number with `digits` decimals: "-" without a value, "diverged" for NaN.
+/// Returns a number with `digits` decimals: "-" without a value, "diverged" for NaN.
 pub fn number(value: impl Into<Option<f64>>, digits: usize) -> String {
     match value.into() {
         None => "-".into(),

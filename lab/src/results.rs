@@ -6,13 +6,13 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 
-/// When a model is evaluated.
+/// A model is evaluated at this time.
 pub(crate) struct At {
-    /// Number of epochs, with the fraction of the one that is not over.
+    /// The number of epochs, with the fraction of the one that is not over.
     pub(crate) epochs: f64,
-    /// Number of the optimizer's steps.
+    /// The number of the optimizer's steps.
     pub(crate) steps: usize,
-    /// Seconds of training in this epoch.
+    /// The seconds of training in this epoch.
     pub(crate) seconds: f64,
 }
 
@@ -38,7 +38,7 @@ pub(crate) fn append(
     Ok(writeln!(file, "{line}").map_err(failed)?)
 }
 
-/// The name of the program that runs.
+/// Returns the name of the program that runs.
 fn program() -> String {
     let path = std::env::current_exe().ok();
     path.and_then(|path| Some(path.file_stem()?.to_string_lossy().into_owned())).unwrap_or_default()

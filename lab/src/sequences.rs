@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 
-/// `count` items in random batches of similar `length`, in random order.
+/// Returns `count` items in random batches of similar `length`, in random order.
 pub fn shuffled<K: Ord>(count: usize, batch: usize, seed: u64, length: impl Fn(usize) -> K) -> Vec<Vec<usize>> {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut order: Vec<usize> = (0..count).collect();
@@ -16,13 +16,14 @@ pub fn shuffled<K: Ord>(count: usize, batch: usize, seed: u64, length: impl Fn(u
     batches
 }
 
-/// `order` split into batches of similar `length`; the sort is stable.
+/// Splits `order` into batches of similar `length`. The sort is stable.
 pub fn by_length<K: Ord>(mut order: Vec<usize>, batch: usize, length: impl Fn(usize) -> K) -> Vec<Vec<usize>> {
     order.sort_by_key(|&i| length(i));
     order.chunks(batch).map(<[usize]>::to_vec).collect()
 }
 
-/// A decoder's inputs, each text after START, and its targets, each text with END; both `[batch, steps]`, padded with PAD.
+/// Returns a decoder's inputs, each text after START, and its targets, each text with END; both `[batch, steps]`,
+/// padded with PAD.
 pub fn inputs_and_targets(texts: &[&[u32]], device: &Device) -> Result<(Tensor, Tensor)> {
     let steps = texts.iter().map(|text| text.len() + 1).max().unwrap_or(1);
     let (mut inputs, mut targets) = (vec![], vec![]);

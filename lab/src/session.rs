@@ -2,13 +2,13 @@
 
 use super::model::{Data, Model, Pass};
 use super::optimizer::{Optimizer, OptimizerKind};
-use super::train::{evaluate_on, train_epoch, End, Progress};
+use super::train::{evaluate_on, train_epoch, End, Epoch, Progress};
 use super::{checkpoint::Checkpoint, head::HeadKind, progress, ranks::Ranks, recipe::Recipe, results, Result};
 use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The training of one head.
+/// A session is the training of one head.
 pub struct Session<M: Model> {
     /// The head.
     pub kind: HeadKind,
@@ -33,27 +33,27 @@ pub struct Session<M: Model> {
     is_finetuned: bool,
     targets: f64,
     seconds: f64,
-    /// Seconds of training by this process.
+    /// The seconds of training by this process.
     leg_seconds: f64,
 }
 
 /// One leg of a training that takes longer than a machine is available.
 pub struct Leg {
-    /// Where the state of training is written.
+    /// The file to which the state of training is written.
     pub path: PathBuf,
-    /// When training stops.
+    /// The time at which training stops.
     pub until: Instant,
 }
 
 /// The results of one epoch.
-struct Epoch {
+struct EpochResults {
     train_nll: f64,
     valid_nll: f64,
     seconds: f64,
 }
 
 impl<M: Model> Session<M> {
-    /// Training from the start.
+    /// Begins training from the start.
     pub fn new(kind: HeadKind, model: M, data: Data<M::Item>, recipe: &Recipe) -> Result<Self> {
         for (flag, is_set) in [("--finetune", recipe.finetune), ("--nonmono", recipe.awd.nonmono.is_some())] {
             if is_set && recipe.optimizer != OptimizerKind::Sgd {
@@ -89,7 +89,7 @@ impl<M: Model> Session<M> {
         })
     }
 
-    /// Training by several processes, of which the first writes the files.
+    /// Trains by several processes, of which the first writes the files.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self { ranks: ranks.clone(), ..self }
     }
@@ -107,7 +107,8 @@ impl<M: Model> Session<M> {
         while self.history.len() < self.recipe.epochs && self.diverged.is_none() && !self.is_over() {
             let epoch = self.history.len() + 1;
             let (name, measure) = (self.kind.name(), self.recipe.measure);
-            let Some(Epoch { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until), results)? else {
+            let Some(EpochResults { train_nll, valid_nll, seconds }) = self.epoch(leg.map(|leg| leg.until), results)?
+            else {
                 self.save(&leg.ok_or("a pause without a leg")?.path)?;
                 let steps = self.optimizer.steps() - first;
                 let each = self.leg_seconds / steps.max(1) as f64;
@@ -123,8 +124,8 @@ impl<M: Model> Session<M> {
             }
             self.ranks.print(format_args!(
                 "{name:<7}  epoch {epoch:>2}  {measure}: train {:8.3}  valid {:8.3}  ({seconds:.1} s)",
-                measure.of(train_nll),
-                measure.of(valid_nll),
+                measure.shown(train_nll),
+                measure.shown(valid_nll),
             ));
             if valid_nll < best {
                 best = valid_nll;
@@ -132,7 +133,7 @@ impl<M: Model> Session<M> {
                     self.save(path)?;
                 }
             }
-            // After all else that belongs to the epoch.
+            // The file of the leg is written after all else that belongs to the epoch.
             if let Some(leg) = leg {
                 self.save(&leg.path)?;
             }
@@ -146,8 +147,8 @@ impl<M: Model> Session<M> {
         Ok(true)
     }
 
-    /// Whether training has come to an end before its last epoch: finetuning no longer improves, or no epoch has for
-    /// as many as the recipe has patience.
+    /// Returns whether training has come to an end before its last epoch: finetuning no longer improves, or no epoch
+    /// has for as many as the recipe has patience.
     fn is_over(&self) -> bool {
         let lowest = |nlls: &[[f64; 2]]| nlls.iter().fold(f64::INFINITY, |least, [_, valid]| least.min(*valid));
         let (before, last) = self.history.split_at(self.history.len().saturating_sub(self.recipe.patience));
@@ -163,7 +164,7 @@ impl<M: Model> Session<M> {
 
     /// Trains the rest of an epoch, or `None` if the time is up. Evaluations within the epoch are appended to
     /// `results`.
-    fn epoch(&mut self, until: Option<Instant>, results: Option<&Path>) -> Result<Option<Epoch>> {
+    fn epoch(&mut self, until: Option<Instant>, results: Option<&Path>) -> Result<Option<EpochResults>> {
         let epoch = self.history.len();
         let bar = if self.ranks.is_first() {
             progress::bar(0, format!("{} epoch {}", self.kind.name(), epoch + 1))
@@ -178,16 +179,17 @@ impl<M: Model> Session<M> {
             let start = Instant::now();
             let (model, recipe) = (&self.model, &self.recipe);
             self.optimizer.swap()?;
-            let (items, of_epoch) = ((&self.data.train[..], &self.ranks), (epoch, recipe));
-            let end = train_epoch(model, &mut self.optimizer, items, of_epoch, &mut progress, until, &bar)?;
+            let (items, ranks) = (&self.data.train[..], &self.ranks);
+            let this = Epoch { number: epoch, items, ranks, recipe, until };
+            let end = train_epoch(model, &mut self.optimizer, &this, &mut progress, &bar)?;
             self.optimizer.swap()?;
             let seconds = start.elapsed().as_secs_f64();
             progress.seconds += seconds;
             self.leg_seconds += seconds;
             self.valid_nll = None;
-            let End::Part { of } = end else { break end };
+            let End::Part { batches } = end else { break end };
             let nlls = [self.data.per_word[0] * progress.sum / progress.count, self.evaluate_valid()?];
-            let epochs = epoch as f64 + progress.batches as f64 / of as f64;
+            let epochs = epoch as f64 + progress.batches as f64 / batches as f64;
             self.append(results, epochs, nlls, progress.seconds)?;
         };
         bar.finish_and_clear();
@@ -205,7 +207,7 @@ impl<M: Model> Session<M> {
         self.valid_nll = Some(valid_nll);
         if valid_nll.is_nan() {
             self.diverged = Some(epoch + 1);
-            return Ok(Some(Epoch { train_nll: f64::NAN, valid_nll, seconds }));
+            return Ok(Some(EpochResults { train_nll: f64::NAN, valid_nll, seconds }));
         }
         if self.no_longer_improves(valid_nll) {
             if self.recipe.finetune {
@@ -218,24 +220,24 @@ impl<M: Model> Session<M> {
         }
         let train_nll = per_word * sum / count;
         self.history.push([train_nll, valid_nll]);
-        Ok(Some(Epoch { train_nll, valid_nll, seconds }))
+        Ok(Some(EpochResults { train_nll, valid_nll, seconds }))
     }
 
-    /// The progress of an epoch before its first batch.
+    /// Returns the progress of an epoch before its first batch.
     fn begin(&self, epoch: usize) -> Result<Progress<M::State>> {
         let state = self.model.start(&self.recipe, Pass::Training { epoch })?;
         Ok(Progress { batches: 0, sum: 0.0, count: 0.0, seconds: 0.0, state })
     }
 
-    /// The non-monotonic criterion (Merity et al., 2018): the NLL is above the lowest of those more than `nonmono`
-    /// epochs before.
+    /// Returns whether the non-monotonic criterion (Merity et al., 2018) holds: the NLL is above the lowest of those
+    /// more than `nonmono` epochs before.
     fn no_longer_improves(&self, valid_nll: f64) -> bool {
         let Some(nonmono) = self.recipe.awd.nonmono else { return false };
         let before = self.history.len().saturating_sub(nonmono);
         self.recipe.optimizer == OptimizerKind::Sgd && self.history[..before].iter().any(|[_, v]| valid_nll > *v)
     }
 
-    /// Mean NLL per word on the validation data with the current variables; NaN after divergence.
+    /// Returns the mean NLL per word on the validation data with the current variables; NaN after divergence.
     pub fn valid_nll(&self) -> Result<f64> {
         self.valid_nll.map_or_else(|| self.evaluate_valid(), Ok)
     }
@@ -245,12 +247,12 @@ impl<M: Model> Session<M> {
         Ok(per_word * self.evaluate(&self.data.valid)?)
     }
 
-    /// Mean NLL of the targets of any data with the current variables.
+    /// Returns the mean NLL of the targets of any data with the current variables.
     pub fn evaluate(&self, items: &[M::Item]) -> Result<f64> {
         evaluate_on(&self.ranks, &self.model, items, &self.recipe)
     }
 
-    /// Words per second of training, also before it was resumed; `None` if there was none.
+    /// Returns the words per second of training, also before it was resumed; `None` if there was none.
     pub fn tokens_per_second(&self) -> Option<f64> {
         (self.targets > 0.0).then(|| self.targets / self.seconds)
     }
@@ -261,7 +263,7 @@ impl<M: Model> Session<M> {
         settings
     }
 
-    /// Variables and optimizer state, with all that is needed to resume.
+    /// Returns variables and optimizer state, with all that is needed to resume.
     pub fn checkpoint(&self) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::default();
         checkpoint.insert_variables(self.model.varmap(), &self.optimizer);
@@ -342,7 +344,7 @@ impl<M: Model> Session<M> {
         self.valid_nll = Some(valid_nll);
         let (name, measure) = (self.kind.name(), self.recipe.measure);
         let within = if self.progress.is_some() { format!(", in epoch {}", epoch + 1) } else { String::new() };
-        let valid = measure.of(valid_nll);
+        let valid = measure.shown(valid_nll);
         self.ranks.print(format_args!("{name:<7}  resumed after epoch {epoch}{within}  {measure}: valid {valid:8.3}"));
         Ok(())
     }

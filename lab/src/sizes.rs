@@ -3,7 +3,7 @@
 use super::head::{HeadKind, HeadSizes};
 use super::output::char_cnn;
 use super::recipe::Recipe;
-use mos_head::CharCnnConfig;
+use mos_head::parts::CharCnnConfig;
 
 /// The sizes of a language model.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,8 +21,8 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// The sizes of this head's model. The contexts of a mixture have the size that gives it as many parameters as the
-    /// softmax has, unless the recipe has another.
+    /// Returns the sizes of this head's model. The contexts of a mixture have the size that gives it as many parameters
+    /// as the softmax has, unless the recipe has another.
     pub fn new(kind: HeadKind, recipe: &Recipe, vocab: usize) -> Self {
         let (head, inner) = (recipe.head(vocab), recipe.awd.inner.unwrap_or(recipe.hidden));
         let (embedding, layers, tied) = (recipe.embedding(), recipe.layers, recipe.awd.tied());
@@ -45,14 +45,14 @@ impl Sizes {
         }
     }
 
-    /// The units of every layer.
+    /// Returns the units of every layer.
     pub fn units(self) -> Vec<usize> {
         let mut units = vec![self.inner; self.layers];
         units[self.layers - 1] = self.head.hidden;
         units
     }
 
-    /// The number of parameters of a model with these sizes.
+    /// Returns the number of parameters of a model with these sizes.
     pub fn parameters(self, kind: HeadKind) -> usize {
         let Sizes { head, embedding, .. } = self;
         let widths = [vec![embedding], self.units()].concat();
@@ -61,7 +61,8 @@ impl Sizes {
         head.vocab * embedding + lstm + head.parameters(kind) - shared
     }
 
-    /// These sizes with as many LSTM units, the same in all layers, as bring the parameters closest to `parameters`.
+    /// Returns these sizes with as many LSTM units, the same in all layers, as bring the parameters closest to
+    /// `parameters`.
     pub fn with_parameters(self, kind: HeadKind, parameters: usize) -> Self {
         let with = |hidden| Sizes { head: HeadSizes { hidden, ..self.head }, inner: hidden, ..self };
         let above = (1..=parameters).find(|&hidden| with(hidden).parameters(kind) >= parameters).unwrap_or(1);
@@ -70,7 +71,7 @@ impl Sizes {
         [below, with(above)].into_iter().min_by_key(distance).unwrap_or(below)
     }
 
-    /// The settings that a checkpoint must match, by the names of their flags.
+    /// Returns the settings that a checkpoint must match, by the names of their flags.
     pub fn settings(self, kind: HeadKind) -> Vec<(&'static str, String)> {
         let mut settings = self.head.settings(kind);
         let Sizes { embedding, layers, inner, tied, .. } = self;
@@ -97,34 +98,34 @@ pub enum InitialValues {
 }
 
 impl InitialValues {
-    /// The bound of a variable's uniform initial values.
+    /// Returns the bound of a variable's uniform initial values.
     pub fn bound(self, name: &str, kind: HeadKind, sizes: Sizes) -> f64 {
         let Sizes { head, embedding, .. } = sizes;
-        let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
+        let even_bound = |inputs: usize| (3.0 / inputs as f64).sqrt();
         let layer = name.strip_prefix("lstm.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         let units = layer.map_or(head.hidden, |layer| sizes.units()[layer]);
         if let Some(name) = name.strip_prefix("head.rows.") {
-            return of_rows(name);
+            return row_network_bound(name);
         }
         match (self, name) {
             (_, name) if name.ends_with("decoder.bias") => 0.0,
             (InitialValues::Small, "embedding.weight" | "head.decoder.weight") => 0.1,
             (InitialValues::Small, _) => 1.0 / (units as f64).sqrt(),
             (InitialValues::Even, "embedding.weight") => 1.0,
-            (InitialValues::Even, "head.decoder.weight") if kind != HeadKind::Softmax => of(head.context),
+            (InitialValues::Even, "head.decoder.weight") if kind != HeadKind::Softmax => even_bound(head.context),
             (InitialValues::Even, name) if name.contains("bias") => 0.0,
             (InitialValues::Even, name) if name.ends_with("weight_ih_l0") => match layer {
-                Some(0) | None => of(embedding),
-                Some(layer) => of(sizes.units()[layer - 1]),
+                Some(0) | None => even_bound(embedding),
+                Some(layer) => even_bound(sizes.units()[layer - 1]),
             },
-            (InitialValues::Even, _) => of(units),
+            (InitialValues::Even, _) => even_bound(units),
         }
     }
 }
 
 /// Initial values of a network from spellings to rows, as the library has them, except the gates' biases, which are
 /// zero.
-fn of_rows(name: &str) -> f64 {
+fn row_network_bound(name: &str) -> f64 {
     let CharCnnConfig { embedding, filters, correction, .. } = char_cnn(1);
     let channels: usize = filters.iter().map(|(_, channels)| channels).sum();
     let inputs = match name {

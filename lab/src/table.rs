@@ -1,4 +1,4 @@
-//! Which table of codes words get.
+//! These flags choose the table of codes that words get.
 
 use super::learn_table::learn;
 use super::model::Data;
@@ -50,28 +50,29 @@ impl TableFlags {
         if self.codes.is_some() && !has_codes {
             return Err("--codes is for a hybrid table and for pieces of words".into());
         }
-        let of_table = [
+        let table_flags = [
             ("--table", self.table.is_some()),
             ("--rounds", self.rounds.is_some()),
             ("--table-file", self.table_file.is_some()),
             ("--table-picture", self.table_picture.is_some()),
         ];
-        if let Some((flag, _)) = of_table.iter().find(|(_, is_set)| *is_set && !has_table) {
+        if let Some((flag, _)) = table_flags.iter().find(|(_, is_set)| *is_set && !has_table) {
             return Err(format!("{flag} is for words in a table: light or hybrid").into());
         }
         let is_learned = self.table.is_none_or(|table| table == TableKind::Learned);
-        match of_table[1..3].iter().find(|(_, is_set)| *is_set && !is_learned) {
+        match table_flags[1..3].iter().find(|(_, is_set)| *is_set && !is_learned) {
             Some((flag, _)) => Err(format!("{flag} is for --table learned").into()),
             None => Ok(()),
         }
     }
 
-    /// The table of these sizes for words that occur `counts` times. A table is learned on `text`, by the recipe of a
-    /// language model.
+    /// Returns the table of these sizes for words that occur `counts` times. A table is learned on `text`, by the
+    /// recipe of a language model.
     pub fn choose(
         &self,
         config: TableConfig,
-        (words, counts): (&[String], &[f64]),
+        words: &[String],
+        counts: &[f64],
         text: &Data<u32>,
         recipe: &Recipe,
         device: &Device,
@@ -81,8 +82,8 @@ impl TableFlags {
             TableKind::Frequency => CodeTable::by_frequency(config, counts)?,
             TableKind::Random => random()?,
             TableKind::Learned => {
-                let rounds = (self.rounds.unwrap_or(4), recipe);
-                learn(text, words, random()?, rounds, self.table_file.as_deref(), device)?
+                let rounds = self.rounds.unwrap_or(4);
+                learn(text, words, random()?, rounds, recipe, self.table_file.as_deref(), device)?
             }
         })
     }

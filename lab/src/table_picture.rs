@@ -14,8 +14,8 @@ const LINE: i32 = 26;
 /// Draws the rows with the most frequent words, each with its most frequent words.
 pub(crate) fn draw(path: &Path, table: &CodeTable, words: &[String], counts: &[f64]) -> Result<()> {
     let rows = frequent_rows(table, counts);
-    let lines = rows.iter().map(|(row, of_row)| {
-        let names: Vec<&str> = of_row.iter().map(|&word| words[word as usize].as_str()).collect();
+    let lines = rows.iter().map(|(row, row_words)| {
+        let names: Vec<&str> = row_words.iter().map(|&word| words[word as usize].as_str()).collect();
         (format!("row {row}"), names.join("   "))
     });
     svg(path, &lines.collect::<Vec<_>>()).map_err(|error| format!("cannot draw {}: {error}", path.display()).into())

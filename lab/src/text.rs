@@ -22,8 +22,8 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Reads train.txt, valid.txt and, if it exists, test.txt: one sentence per line. In place of each of them there may
-    /// be a folder of that name, `train`, `valid` or `test`, whose files are read in the order of their names. The
+    /// Reads train.txt, valid.txt and, if it exists, test.txt: one sentence per line. In place of each of them there
+    /// may be a folder of that name, `train`, `valid` or `test`, whose files are read in the order of their names. The
     /// vocabulary has all words, or as many of those that occur most in training as `most` says, `<unk>` and `<eos>`
     /// among them.
     pub fn from_folder(folder: &Path, most: Option<usize>) -> Result<Self> {
@@ -46,7 +46,7 @@ impl Corpus {
         Ok(Self { data: Data::new(name, &words, train, valid), words, test, entropy: None })
     }
 
-    /// The same texts with ids in the order of falling frequency in the training text.
+    /// Returns the same texts with ids in the order of falling frequency in the training text.
     pub fn by_frequency(self) -> Self {
         let mut counts = vec![0usize; self.words.len()];
         self.data.train.iter().for_each(|&id| counts[id as usize] += 1);
@@ -69,7 +69,7 @@ impl Corpus {
     }
 }
 
-/// The file NAME.txt, or the files of the folder NAME; `None` if there is neither.
+/// Returns the file NAME.txt, or the files of the folder NAME; `None` if there is neither.
 fn files(folder: &Path, name: &str) -> Result<Option<Vec<PathBuf>>> {
     let (file, parts) = (folder.join(name).with_extension("txt"), folder.join(name));
     if file.exists() || !parts.is_dir() {
@@ -100,8 +100,8 @@ struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// The words that occur most in these files, `most` of them with `<unk>` and `<eos>`; of words that occur equally
-    /// often, those that occur first.
+    /// Returns the words that occur most in these files, `most` of them with `<unk>` and `<eos>`; of words that occur
+    /// equally often, those that occur first.
     fn most_frequent(files: &[PathBuf], most: usize) -> Result<Self> {
         let mut counts = HashMap::<String, (u64, usize)>::new();
         for file in files {
@@ -129,19 +129,19 @@ impl Vocabulary {
         Ok(vocabulary)
     }
 
-    /// The words of files, as one text.
+    /// Returns the words of files, as one text.
     fn encode_files(&mut self, files: &[PathBuf], grow: bool) -> Result<Vec<u32>> {
         let mut ids = vec![];
         for file in files {
-            let of_file = self.encode(&read(file)?, grow);
+            let file_ids = self.encode(&read(file)?, grow);
             // One end of a sentence comes before the first file alone.
-            ids.extend(of_file.into_iter().skip(usize::from(!ids.is_empty())));
+            ids.extend(file_ids.into_iter().skip(usize::from(!ids.is_empty())));
         }
         Ok(ids)
     }
 
-    /// The words of each line followed by `<eos>`, after one `<eos>` at the start. With `grow`, new words are added;
-    /// without, they become `<unk>` if the vocabulary has it, and are added if not.
+    /// Returns the words of each line followed by `<eos>`, after one `<eos>` at the start. With `grow`, new words are
+    /// added; without, they become `<unk>` if the vocabulary has it, and are added if not.
     fn encode(&mut self, text: &str, grow: bool) -> Vec<u32> {
         let unknown = if grow { None } else { self.ids.get(UNKNOWN).copied() };
         let words = text.lines().flat_map(|line| line.split_whitespace().chain([END_OF_SENTENCE]));

@@ -4,32 +4,32 @@ fn parse<T: std::str::FromStr>(value: &str, wanted: &str, valid: impl Fn(&T) -> 
     value.parse().ok().filter(valid).ok_or_else(|| format!("expected {wanted}"))
 }
 
-/// A whole number of at least 1.
+/// Parses a whole number of at least 1.
 pub fn positive(value: &str) -> Result<usize, String> {
     parse(value, "a whole number of at least 1", |&x| x > 0)
 }
 
-/// A number above 0.
+/// Parses a number above 0.
 pub fn above_zero(value: &str) -> Result<f64, String> {
     parse(value, "a number above 0", |&x: &f64| x > 0.0 && x.is_finite())
 }
 
-/// A number of at least 0.
+/// Parses a number of at least 0.
 pub fn not_negative(value: &str) -> Result<f64, String> {
     parse(value, "a number of at least 0", |&x: &f64| x >= 0.0 && x.is_finite())
 }
 
-/// A number from 0 to 1.
+/// Parses a number from 0 to 1.
 pub(crate) fn up_to_one(value: &str) -> Result<f64, String> {
     parse(value, "a number from 0 to 1", |x| (0.0..=1.0).contains(x))
 }
 
-/// A number above 0 and at most 1.
+/// Parses a number above 0 and at most 1.
 pub fn share(value: &str) -> Result<f64, String> {
     parse(value, "a number above 0 and at most 1", |&x: &f64| x > 0.0 && x <= 1.0)
 }
 
-/// A number of at least 0 and below 1.
+/// Parses a number of at least 0 and below 1.
 pub fn below_one(value: &str) -> Result<f64, String> {
     parse(value, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))
 }

@@ -22,15 +22,15 @@ pub struct Words {
 }
 
 impl Words {
-    /// The words, by token id.
+    /// Returns the words, by token id.
     pub fn new(words: Vec<String>) -> Self {
         let ids = words.iter().enumerate().map(|(id, word)| (word.clone(), id as u32)).collect();
         Self { words, ids }
     }
 
-    /// The special tokens, the `marks`, and the whitespace-separated words that occur at least `min_count` times, the most
-    /// frequent first.
-    pub fn of_texts<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
+    /// Returns the special tokens, the `marks`, and the whitespace-separated words that occur at least `min_count`
+    /// times, the most frequent first.
+    pub fn from_texts<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
         let mut counts = HashMap::<&str, usize>::new();
         for word in texts.flat_map(str::split_whitespace) {
             *counts.entry(word).or_default() += 1;
@@ -42,23 +42,23 @@ impl Words {
         Self::new(special.iter().copied().chain(known).map(str::to_owned).collect())
     }
 
-    /// The number of words.
+    /// Returns the number of words.
     #[allow(clippy::len_without_is_empty)] // no vocabulary is empty
     pub fn len(&self) -> usize {
         self.words.len()
     }
 
-    /// The words, by token id.
+    /// Returns the words, by token id.
     pub fn all(&self) -> &[String] {
         &self.words
     }
 
-    /// The ids of the whitespace-separated words.
+    /// Returns the ids of the whitespace-separated words.
     pub fn encode(&self, text: &str) -> Vec<u32> {
         text.split_whitespace().map(|word| self.ids.get(word).copied().unwrap_or(UNKNOWN)).collect()
     }
 
-    /// The words of these ids.
+    /// Returns the words of these ids.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let word = |&id: &u32| self.words.get(id as usize).map(String::as_str);
         let text: Option<Vec<&str>> = ids.iter().map(word).collect();
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn frequent_words_come_first_and_rare_ones_are_unknown() {
-        let words = Words::of_texts(["b a b <go>", "c b a"].into_iter(), 2, &["<go>"]);
+        let words = Words::from_texts(["b a b <go>", "c b a"].into_iter(), 2, &["<go>"]);
         assert_eq!(words.all()[..4], SPECIAL);
         assert_eq!(words.all()[4..], ["<go>", "b", "a"]);
         assert_eq!(words.encode("a  c <go>"), [6, UNKNOWN, 4]);

@@ -12,8 +12,8 @@ use crate::tensors::id_lists::{IdLists, Restriction};
 impl RestrictedMixture {
     /// The `k` most probable token ids of the set at each position; among equals the lowest id comes first. No id is
     /// outside its set: if all sets have fewer than `k` ids, there are as many as the largest has, and a position with
-    /// fewer repeats its last id with a log-probability of minus infinity, which [`BeamSearch`](crate::BeamSearch) never
-    /// chooses.
+    /// fewer repeats its last id with a log-probability of minus infinity, which
+    /// [`BeamSearch`](crate::decode::BeamSearch) never chooses.
     ///
     /// # Shapes
     ///

@@ -7,7 +7,7 @@ use crate::tensors::id_lists::{sorted, IdLists, Restriction};
 
 /// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each,
 /// such as what a sampler kept of the distribution. [`Mixture::restricted`](crate::Mixture::restricted) and
-/// [`Restricted`](crate::Restricted) renormalise the distribution over them:
+/// [`Restricted`](crate::sets::Restricted) renormalise the distribution over them:
 ///
 /// ```text
 /// P(v | S) = P(v) / P(S) for v in S, else 0
@@ -19,7 +19,8 @@ use crate::tensors::id_lists::{sorted, IdLists, Restriction};
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{AllowedIds, Error, LossOptions, Mixture};
+/// use mos_head::sets::AllowedIds;
+/// use mos_head::{Error, LossOptions, Mixture};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let contexts = Tensor::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // 3 positions, K = 1, d = 8

@@ -16,15 +16,16 @@ use crate::tensors::dropout::DropoutMasks;
 
 /// A head whose distributions are renormalised over the allowed ids: losses, log-probabilities, entropies, the most
 /// probable ids and samples are computed from `P(v) / P(S)`. With one set for all positions it goes wherever an
-/// [`OutputLayer`] goes, such as [`BeamSearch`](crate::BeamSearch); with a list for each position, the hidden states of
-/// each call have as many positions as there are lists. See [`RestrictedMixture`] for what each result costs, and which
-/// options of a loss are supported.
+/// [`OutputLayer`] goes, such as [`BeamSearch`](crate::decode::BeamSearch); with a list for each position, the hidden
+/// states of each call have as many positions as there are lists. See [`RestrictedMixture`] for what each result costs,
+/// and which options of a loss are supported.
 ///
 /// # Examples
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{AllowedIds, OutputLayer, Restricted, SoftmaxHead};
+/// use mos_head::sets::{AllowedIds, Restricted};
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Tensor::new(&[[0f32], [3.], [1.], [2.]], &Device::Cpu)?;

@@ -31,7 +31,9 @@ use crate::tensors::transfer;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{AllowedIds, Mixture, Sampler, Sampling};
+/// use mos_head::decode::{Sampler, Sampling};
+/// use mos_head::sets::AllowedIds;
+/// use mos_head::Mixture;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let contexts = Tensor::randn(0f32, 1., (2, 1, 8), &Device::Cpu)?; // 2 positions, K = 1, d = 8
@@ -69,11 +71,11 @@ impl Mixture {
 impl RestrictedMixture {
     /// The loss of the targets under the renormalised distribution, as [`Mixture::loss`].
     ///
-    /// Label smoothing spreads its mass over the set; with z-loss and gradient filter it is supported for one set for all
-    /// positions, if targets are not added to it and there is a single softmax without log-priors. Explicit log-priors,
-    /// those of a mixture with K = 1 too, make it a mixture, for which the three are not supported. Whether a target is
-    /// correct is told among the ids of its set. The budget of the workspace is for the passes over all ids; what is
-    /// computed of the sets is held beside it.
+    /// Label smoothing spreads its mass over the set. It and the z-loss are supported for one set for all positions, if
+    /// targets are not added to it and there is a single softmax without log-priors. Explicit log-priors, those of a mixture
+    /// with K = 1 too, make it a mixture, for which the two are not supported. Whether a target is correct is told among the
+    /// ids of its set. The budget of the workspace is for the passes over all ids; what is computed of the sets is held
+    /// beside it.
     ///
     /// # Shapes
     ///
@@ -94,8 +96,7 @@ impl RestrictedMixture {
         let leading = self.mixture.leading();
         let contexts = &self.mixture.operands().contexts;
         let request = Request::new(leading, Some(vocab), contexts, targets, options)?;
-        let with_kernels =
-            [OptionName::LabelSmoothing, OptionName::ZLoss, OptionName::GradientFilter, OptionName::Correct];
+        let with_kernels = [OptionName::LabelSmoothing, OptionName::ZLoss, OptionName::Correct];
         let is_small = is_single(&self.mixture) && self.allowed.are_shared();
         request.require("kept sets", if is_small { &with_kernels } else { &[OptionName::Correct] })?;
         let asked = request.read_ids(vocab)?;

@@ -12,9 +12,12 @@ pub(crate) enum Call {
     Cut,
     Loss,
     Backward,
-    Save,
     Decoding,
+    #[cfg(feature = "distributed")]
+    Save,
+    #[cfg(feature = "distributed")]
     Count,
+    #[cfg(feature = "distributed")]
     Gradients,
 }
 
@@ -42,6 +45,7 @@ impl Agreed {
     }
 
     /// The number.
+    #[cfg(feature = "distributed")]
     pub(crate) fn value(&self) -> f64 {
         self.value
     }
@@ -75,6 +79,7 @@ fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[A
 
 /// The first element of a list that is not the same on every rank, from a number that stands for each; `None` if the lists
 /// are not of the same length, or do not differ. Every rank calls it, after an error that all of them have.
+#[cfg(feature = "distributed")]
 pub(crate) fn first_other(collectives: &dyn Collectives, of_elements: &[f64]) -> Result<Option<usize>> {
     let n = of_elements.len();
     let lengths = collectives.all_gather(&[n as f64])?;

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// # Examples
 ///
 /// ```
-/// use mos_head::Numbers;
+/// use mos_head::distributed::Numbers;
 ///
 /// assert_eq!(Numbers::F32(&mut [1.0, 2.0, 3.0]).bytes(), 12);
 /// ```
@@ -34,9 +34,9 @@ impl Numbers<'_> {
 }
 
 /// The collective operations of the ranks of a distributed program, each a process with a shard of the vocabulary
-/// ([`VocabParallel`](crate::VocabParallel)). All ranks call the same operations with as many numbers in the same order;
-/// an operation returns when the others have called it. Operations follow one another, but not all are called by the same
-/// thread.
+/// ([`VocabShard`](crate::distributed::VocabShard)). All ranks call the same operations with as many numbers in the same
+/// order; an operation returns when the others have called it. Operations follow one another, but not all are called by
+/// the same thread.
 ///
 /// With the feature `mpi`, `Mpi` is one, for MPI; with `nccl`, `Nccl`, for GPUs of NVIDIA's. Another engine implements this
 /// trait.
@@ -49,7 +49,8 @@ impl Numbers<'_> {
 /// use std::sync::Arc;
 ///
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{Collectives, LossOptions, Numbers, OutputLayer, Result, SoftmaxHead, VocabParallel, VocabShard};
+/// use mos_head::distributed::{Collectives, Numbers, VocabShard};
+/// use mos_head::{LossOptions, Mixture, Result};
 ///
 /// #[derive(Debug)]
 /// struct Alone;
@@ -77,12 +78,14 @@ impl Numbers<'_> {
 /// }
 ///
 /// # fn main() -> Result<()> {
-/// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
-/// let parallel = VocabParallel::new(head.clone(), VocabShard::new(Arc::new(Alone), 100)?)?;
-/// let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+/// let shard = VocabShard::new(Arc::new(Alone), 100)?;
+/// let weight = Tensor::randn(0f32, 1., (shard.range().len(), 8), &Device::Cpu)?; // the rows of this rank
+/// let contexts = Tensor::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // the same on every rank
+/// let mixture = Mixture::new(&contexts, None, &weight, None)?;
 /// let targets = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
-/// let loss = |head: &dyn OutputLayer| head.loss(&hidden, &targets, &LossOptions::evaluation())?.sum_and_count();
-/// let ((sum, count), (expected, _)) = (loss(&parallel)?, loss(&head)?);
+/// let options = LossOptions::evaluation();
+/// let (sum, count) = mixture.vocab_parallel_loss(&shard, &targets, &options)?.sum_and_count()?;
+/// let (expected, _) = mixture.loss(&targets, &options)?.sum_and_count()?;
 /// assert!(count == 3.0 && (sum - expected).abs() < 1e-4);
 /// # Ok(())
 /// # }

@@ -35,7 +35,6 @@ pub(crate) struct LossResults {
     pub(crate) count: Tensor,
     /// `[positions]`, u8, if it is needed: whether the target is the most probable id
     pub(crate) is_correct: Option<Tensor>,
-    pub(crate) dropped_mass: Option<Tensor>,
     pub(crate) gradients: Gradients,
 }
 

@@ -10,7 +10,7 @@ use crate::error::Result;
 /// # Examples
 ///
 /// ```
-/// use mos_head::Divergence;
+/// use mos_head::distill::Divergence;
 ///
 /// assert_eq!(Divergence::default(), Divergence::ForwardKl);
 /// let symmetric = Divergence::JensenShannon(0.5);

@@ -124,7 +124,6 @@ impl SoFar {
 pub(crate) struct LossTerms {
     pub(crate) label_smoothing: f64,
     pub(crate) z_loss: f64,
-    pub(crate) gradient_filter: f64,
     /// Whether it is needed at which positions the target is the most probable id.
     pub(crate) correct: bool,
 }

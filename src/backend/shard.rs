@@ -15,7 +15,7 @@ use crate::tensors::checks::check_vocab;
 ///
 /// ```no_run
 /// use std::sync::Arc;
-/// use mos_head::{Collectives, VocabShard};
+/// use mos_head::distributed::{Collectives, VocabShard};
 ///
 /// fn cut(ranks: Arc<dyn Collectives>) -> mos_head::Result<()> {
 ///     let shard = VocabShard::new(ranks, 128_256)?;

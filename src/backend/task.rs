@@ -12,9 +12,6 @@ pub(crate) struct Task {
     pub(crate) all_ids: bool,
     /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
     pub(crate) soft_targets: bool,
-    /// Whether the products of the backward pass skip rows. (The CPU needs no workspace for this.)
-    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
-    pub(crate) filters: bool,
     /// What is scored of each position. (The CPU's workspace is as for log-probabilities, or for a loss.)
     pub(crate) scores: Option<ScoreTask>,
     /// Whether chunks of a few rows suffice.
@@ -60,14 +57,7 @@ impl Task {
     /// Computes a loss with these terms whose targets are ids of the vocabulary.
     pub(crate) fn loss(terms: &LossTerms, needs_grad: NeedsGrad) -> Self {
         let soft_targets = terms.label_smoothing > 0.0;
-        Task {
-            needs_grad,
-            all_ids: soft_targets,
-            soft_targets,
-            argmax: terms.correct,
-            filters: terms.gradient_filter > 0.0 && needs_grad.any(),
-            ..Task::default()
-        }
+        Task { needs_grad, all_ids: soft_targets, soft_targets, argmax: terms.correct, ..Task::default() }
     }
 
     /// Computes log-probabilities, and in the backward pass the gradients of the operands that need one.

@@ -24,7 +24,7 @@ use crate::tensors::linear::layer;
 /// ```
 /// use candle_core::{DType, Device};
 /// use candle_nn::VarBuilder;
-/// use mos_head::{LowRankAdapter, LowRankConfig};
+/// use mos_head::parts::{LowRankAdapter, LowRankConfig};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let config = LowRankConfig::new(1000, 64, 8).with_alpha(16.0);
@@ -81,17 +81,18 @@ impl From<AdapterFields> for LowRankConfig {
 
 /// Low-rank adaptation of a decoder (LoRA): `W + s B A` in place of the weight W, with A `[r, d]` and B `[vocab, r]`.
 ///
-/// [`Decoder::with_adapter`](crate::Decoder::with_adapter) and [`Head::with_adapter`](crate::Head::with_adapter) add it
-/// to a decoder. The sum is never formed: beside the weight, a step holds nothing of `[vocab, d]`, unless the weight
-/// itself needs a gradient. A and B alone do not say what the factor s is: [`LowRankAdapter::save`] writes it beside them, as
-/// PEFT does, and [`LowRankAdapter::load`] reads both.
+/// [`Decoder::with_adapter`](crate::parts::Decoder::with_adapter) and [`Head::with_adapter`](crate::Head::with_adapter)
+/// add it to a decoder. The sum is never formed: beside the weight, a step holds nothing of `[vocab, d]`, unless the
+/// weight itself needs a gradient. A and B alone do not say what the factor s is: [`LowRankAdapter::save`] writes it
+/// beside them, as PEFT does, and [`LowRankAdapter::load`] reads both.
 ///
 /// # Examples
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{LossOptions, LowRankAdapter, LowRankConfig, OutputLayer, SoftmaxHead};
+/// use mos_head::parts::{LowRankAdapter, LowRankConfig};
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Tensor::randn(0f32, 0.1, (1000, 64), &Device::Cpu)?; // frozen

@@ -26,7 +26,7 @@ pub use char_cnn::{CharCnn, CharCnnConfig};
 /// ```
 /// use candle_core::{DType, Device};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{Decoder, DecoderConfig};
+/// use mos_head::parts::{Decoder, DecoderConfig};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vars = VarMap::new();
@@ -97,7 +97,7 @@ impl DecoderConfig {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::Decoder;
+/// use mos_head::parts::Decoder;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?; // 100 token ids

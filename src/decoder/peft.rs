@@ -35,7 +35,8 @@ impl LowRankAdapter {
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
-    /// use mos_head::{LowRankAdapter, OutputLayer, SoftmaxHead};
+    /// use mos_head::parts::LowRankAdapter;
+    /// use mos_head::{OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let random = |shape: (usize, usize)| Tensor::randn(0f32, 0.1, shape, &Device::Cpu);

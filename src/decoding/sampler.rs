@@ -20,7 +20,8 @@ use crate::tensors::transfer;
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{OutputLayer, Sampler, Sampling, SoftmaxHead};
+/// use mos_head::decode::{Sampler, Sampling};
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;

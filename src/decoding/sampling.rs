@@ -13,7 +13,7 @@ use crate::tensors::checks::check_number;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{Sampler, Sampling};
+/// use mos_head::decode::{Sampler, Sampling};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let log_probs = Tensor::new(&[0.5f32, 0.3, 0.15, 0.05], &Device::Cpu)?.log()?;

@@ -53,7 +53,7 @@ impl TopK {
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
-    /// use mos_head::TopK;
+    /// use mos_head::decode::TopK;
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let log_probs = Tensor::new(&[[0.1f32, 0.6, 0.3]], &Device::Cpu)?.log()?;

@@ -27,7 +27,8 @@ use crate::loss::{LossOptions, Request};
 /// use std::sync::Arc;
 /// use candle_core::Tensor;
 /// use candle_nn::{AdamW, Optimizer, VarMap};
-/// use mos_head::{Collectives, DataParallel, LossOptions, OutputLayer};
+/// use mos_head::distributed::{Collectives, DataParallel};
+/// use mos_head::{LossOptions, OutputLayer};
 ///
 /// fn step(
 ///     ranks: Arc<dyn Collectives>,

@@ -1,17 +1,38 @@
 //! Distributed programs: ranks, and heads whose vocabulary, or models whose texts, are cut among them.
+//!
+//! [`Collectives`] are what the ranks of a program exchange ([`Numbers`]), an engine of your own or one of the two
+//! below, and [`VocabShard`] is the part of the vocabulary that a rank has. With these alone,
+//! [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss) and its siblings compute the results of the
+//! whole vocabulary. All else needs the feature `distributed`:
+//!
+//! | | |
+//! |---|---|
+//! | `VocabParallel` | a head of which each rank has the decoder's rows of its shard: begin here with a large vocabulary |
+//! | `DataParallel` | ranks that have texts of their own and the whole model: begin here with many texts |
+//! | `ShardedCheckpoint`, `save_sharded` | read and write such heads, each rank its own rows, for any number of ranks |
+//! | `Mpi` | the engine over MPI (feature `mpi`) |
+//! | `Nccl` | the engine over NCCL, for ranks with an NVIDIA GPU each (feature `nccl`) |
 
+#[cfg(feature = "distributed")]
 mod checkpoint;
+#[cfg(feature = "distributed")]
 mod data_parallel;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
+#[cfg(feature = "distributed")]
 mod vocab_parallel;
 
+pub use crate::backend::collectives::{Collectives, Numbers};
+pub use crate::backend::shard::VocabShard;
+#[cfg(feature = "distributed")]
 pub use checkpoint::{save_sharded, ShardedCheckpoint};
+#[cfg(feature = "distributed")]
 pub use data_parallel::DataParallel;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
+#[cfg(feature = "distributed")]
 pub use vocab_parallel::VocabParallel;

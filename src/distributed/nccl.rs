@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::tensors::checks::check_most;
 
 /// Processes (or threads) with an NVIDIA GPU each, which exchange numbers by NCCL. The contexts' gradient of a
-/// [`VocabParallel`](crate::VocabParallel) head is added up from GPU to GPU; the few numbers of each position that the host
-/// reads pass through the GPUs too.
+/// [`VocabParallel`](crate::distributed::VocabParallel) head is added up from GPU to GPU; the few numbers of each
+/// position that the host reads pass through the GPUs too.
 ///
 /// One rank creates an id and sends it to the others, by whatever started them: a file, a socket, an environment variable.
 /// When the first rank drops its `Nccl`, no other may be in the middle of a call.
@@ -21,7 +21,7 @@ use crate::tensors::checks::check_most;
 /// ```no_run
 /// use std::path::Path;
 /// use candle_core::Device;
-/// use mos_head::Nccl;
+/// use mos_head::distributed::Nccl;
 ///
 /// /// `folder` is a new one for each run, which all processes see.
 /// fn join(folder: &Path) -> Result<Nccl, Box<dyn std::error::Error>> {

@@ -32,9 +32,8 @@ use crate::tensors::dropout::DropoutMasks;
 /// use std::sync::Arc;
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{
-///     Collectives, LossOptions, MixtureConfig, MixtureOfSoftmaxes, Numbers, OutputLayer, VocabParallel, VocabShard,
-/// };
+/// use mos_head::distributed::{Collectives, Numbers, VocabParallel, VocabShard};
+/// use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
 ///
 /// fn step(ranks: Arc<dyn Collectives>, hidden: &Tensor, targets: &Tensor) -> mos_head::Result<()> {
 ///     let shard = VocabShard::new(ranks.clone(), 128_256)?;

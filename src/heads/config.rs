@@ -266,12 +266,9 @@ pub struct MixtureTensors {
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct MixtureFields {
-    #[serde(alias = "hidden")]
     hidden_size: usize,
-    #[serde(alias = "vocab")]
     vocab_size: usize,
     components: usize,
-    #[serde(alias = "context")]
     context_dim: Option<usize>,
     decoder_bias: Option<bool>,
     prior_bias: Option<bool>,

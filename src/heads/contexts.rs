@@ -66,7 +66,8 @@ pub type MixtureOfSoftmaxes = Head<Contexts>;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{Configured, Contexts, DropoutMasks, MixtureConfig, Projection};
+/// use mos_head::parts::{Configured, Contexts, Projection};
+/// use mos_head::{DropoutMasks, MixtureConfig};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vars = VarMap::new();

@@ -3,7 +3,8 @@
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
 
-use super::output_layer::{MixtureLayer, OutputLayer};
+use super::mixture_layer::MixtureLayer;
+use super::output_layer::OutputLayer;
 use super::projection::{Configured, Projection};
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
@@ -31,7 +32,8 @@ use crate::tensors::dropout::DropoutMasks;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{Head, MixedContexts, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Projection};
+/// use mos_head::parts::{MixedContexts, Projection};
+/// use mos_head::{Head, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vars = VarMap::new();

@@ -36,10 +36,8 @@ use crate::tensors::dropout::DropoutMasks;
 #[non_exhaustive]
 pub struct SoftmaxConfig {
     /// Size of a hidden state.
-    #[cfg_attr(feature = "serde", serde(alias = "hidden"))]
     pub hidden_size: usize,
     /// Number of token ids.
-    #[cfg_attr(feature = "serde", serde(alias = "vocab"))]
     pub vocab_size: usize,
     /// Whether the decoder has a bias. The default is true.
     #[cfg_attr(feature = "serde", serde(default = "super::config::yes"))]
@@ -127,7 +125,7 @@ impl SoftmaxConfig {
 /// ```
 ///
 /// With a computed weight, whose parameters get their gradients (for a low-rank adapter see
-/// [`LowRankAdapter`](crate::LowRankAdapter), which does not compute the weight):
+/// [`LowRankAdapter`](crate::parts::LowRankAdapter), which does not compute the weight):
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -154,7 +152,8 @@ pub type SoftmaxHead = Head<Identity>;
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{DropoutMasks, Projection, SoftmaxHead};
+/// use mos_head::parts::Projection;
+/// use mos_head::{DropoutMasks, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;

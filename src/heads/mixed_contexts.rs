@@ -58,7 +58,8 @@ pub type MixtureOfContexts = Head<MixedContexts<Contexts>>;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::VarBuilder;
-/// use mos_head::{Configured, Contexts, DropoutMasks, MixedContexts, MixtureConfig, Projection};
+/// use mos_head::parts::{Configured, Contexts, MixedContexts, Projection};
+/// use mos_head::{DropoutMasks, MixtureConfig};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);

@@ -1,16 +1,14 @@
-//! The traits of heads: hidden states in, losses, log-probabilities and token ids out.
+//! The trait of all heads: hidden states in, losses, log-probabilities and token ids out.
 
 use std::any::type_name;
 use std::fmt::Debug;
-use std::sync::Arc;
 
 use candle_core::{DType, Tensor, D};
 
-use crate::backend::plan::Plan;
-use crate::decoding::{NextToken, Pruned, Sampler, TokenRequest, TopK};
+use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
 use crate::error::Result;
 use crate::loss::{Loss, LossOptions, Reduction};
-use crate::mixture::{DistillOptions, Distillation, Mixture, Teacher};
+use crate::mixture::{DistillOptions, Distillation, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{candidates, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
@@ -18,8 +16,28 @@ use crate::tensors::dropout::DropoutMasks;
 
 /// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
 ///
-/// The trait is object safe: a model can hold a `Box<dyn OutputLayer>` and choose the head by its configuration. Your
-/// own head implements four methods; the others are provided, and can be overridden where a head knows a cheaper way.
+/// # What a head provides
+///
+/// | | |
+/// |---|---|
+/// | [`hidden_size`](OutputLayer::hidden_size), [`vocab_size`](OutputLayer::vocab_size) | its sizes |
+/// | [`loss`](OutputLayer::loss) | the loss of targets under [`LossOptions`], with the gradients of all parameters |
+/// | [`log_probs`](OutputLayer::log_probs) | the log-probabilities of all token ids |
+///
+/// A head of your own implements these four methods; the last example is one.
+///
+/// # What it gets
+///
+/// | | |
+/// |---|---|
+/// | [`log_prob`](OutputLayer::log_prob), [`score`](OutputLayer::score), [`log_probs_as`](OutputLayer::log_probs_as) | log-probabilities and entropies with gradients ([`score`](crate::score)) |
+/// | [`top_k`](OutputLayer::top_k), [`argmax`](OutputLayer::argmax), [`sample`](OutputLayer::sample), [`next_tokens`](OutputLayer::next_tokens) | decoding ([`decode`](crate::decode)) |
+/// | [`policy_loss`](OutputLayer::policy_loss), [`distill`](OutputLayer::distill) | PPO and GRPO ([`policy`](crate::policy)), a teacher's distributions ([`distill`](crate::distill)) |
+/// | [`frozen`](OutputLayer::frozen) | the head as a constant |
+///
+/// These methods are computed from `loss` and `log_probs`, and a head overrides those for which it knows a cheaper way,
+/// as the heads of this crate do. The trait is object safe: a model can hold a `Box<dyn OutputLayer>` and choose the
+/// head by its configuration. A `Box`, an `Arc` and a reference of a head are heads too.
 ///
 /// # Shapes
 ///
@@ -59,7 +77,8 @@ use crate::tensors::dropout::DropoutMasks;
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, D};
-/// use mos_head::{Loss, LossOptions, OutputLayer, Result, Sampler, Sampling};
+/// use mos_head::decode::{Sampler, Sampling};
+/// use mos_head::{Loss, LossOptions, OutputLayer, Result};
 ///
 /// #[derive(Debug)]
 /// struct Floored {
@@ -126,8 +145,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
     /// The samplers of other crates take them in place of logits. Only a penalty of repetition, which depends on the sign
-    /// of a logit, is not the same: for one softmax, [`Mixture::logits`] are what it needs. The sampler of
-    /// candle-transformers takes `[vocab]` (here from `hidden` `[1, hidden]`):
+    /// of a logit, is not the same: for one softmax, [`Mixture::logits`](crate::Mixture::logits) are what it needs. The
+    /// sampler of candle-transformers takes `[vocab]` (here from `hidden` `[1, hidden]`):
     ///
     /// ```ignore
     /// use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -163,8 +182,8 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// The log-probability of given token ids after hidden states `[.., hidden]`, and the entropy, the mass outside the
     /// ids and whether an id is the most probable of all if the options ask for them. Differentiable. Heads that are
-    /// one mixture compute them without a tensor of the vocabulary's size, see [`Mixture::score`]; by default they are
-    /// composed from [`OutputLayer::log_probs`].
+    /// one mixture compute them without a tensor of the vocabulary's size, see
+    /// [`Mixture::score`](crate::Mixture::score); by default they are composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
@@ -200,7 +219,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{OutputLayer, PolicyBatch, PolicyOptions, SoftmaxHead};
+    /// use mos_head::policy::{PolicyBatch, PolicyOptions};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
@@ -231,7 +251,8 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// The divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its gradients. For
     /// a head that is one mixture this costs what a loss costs, and one product more if the teacher is a mixture: see
-    /// [`Mixture::distill`]. [`Loss::nll`] has the objective of each position that counts, in their order, without weights.
+    /// [`Mixture::distill`](crate::Mixture::distill). [`Loss::nll`] has the objective of each position that counts, in
+    /// their order, without weights.
     ///
     /// # Shapes
     ///
@@ -250,7 +271,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{DistillOptions, Divergence, MissingIds, OutputLayer, SoftmaxHead, Teacher};
+    /// use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let teacher = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 16), &Device::Cpu)?, None)?;
@@ -366,10 +388,11 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// parameters alone, such as decoder rows from spellings, is computed once. Parameters are shared with the head, not
     /// copied.
     ///
-    /// Every head of this crate is frozen as far as its parts are: a [`Projection`](crate::Projection) or a
-    /// [`MixtureLayer`] of your own in it must override [`Projection::frozen`](crate::Projection::frozen) or
-    /// [`MixtureLayer::frozen_mixture`]. By default, a head of your own returns itself, and its parameters go on getting
-    /// gradients. To train a projection or an adapter on a frozen decoder, see
+    /// Every head of this crate is frozen as far as its parts are: a [`Projection`](crate::parts::Projection) or a
+    /// [`MixtureLayer`](crate::MixtureLayer) of your own in it must override
+    /// [`Projection::frozen`](crate::parts::Projection::frozen) or
+    /// [`MixtureLayer::frozen_mixture`](crate::MixtureLayer::frozen_mixture). By default, a head of your own returns
+    /// itself, and its parameters go on getting gradients. To train a projection or an adapter on a frozen decoder, see
     /// [`Head::with_frozen_decoder`](crate::Head::with_frozen_decoder).
     ///
     /// # Errors
@@ -416,148 +439,3 @@ pub(crate) fn loss_of_scores(terms: &PolicyTerms, scores: Scores) -> Result<Loss
     let count = Tensor::new(values.dim(0)? as f64, values.device())?.to_dtype(values.dtype())?;
     Ok(Loss { parts: scores.leaves, ..Loss::new(value, sum, count, nll) })
 }
-
-/// An output layer that reduces to one [`Mixture`] of softmaxes, as every [`Head`](crate::Head) does.
-///
-/// Your own, if it is not a [`Projection`](crate::Projection) and a decoder, implements `mixture`, and the methods of
-/// [`OutputLayer`] by it, such as `self.mixture(hidden, options.dropout)?.loss(targets, options)`.
-///
-/// # Examples
-///
-/// The priors of the components:
-///
-/// ```
-/// use candle_core::{DType, Device, Tensor};
-/// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{DropoutMasks, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes};
-///
-/// # fn main() -> mos_head::Result<()> {
-/// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
-/// let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 500, 4), vb)?;
-/// let hidden = Tensor::zeros((2, 7, 32), DType::F32, &Device::Cpu)?;
-/// let log_priors = head.mixture(&hidden, DropoutMasks::Off)?.log_priors()?; // [batch, seq, K]
-/// assert_eq!((head.components(), log_priors.dims()), (4, &[2, 7, 4][..]));
-/// # Ok(())
-/// # }
-/// ```
-pub trait MixtureLayer: OutputLayer {
-    /// The number of softmaxes that are mixed: 1 for a [`MixtureOfContexts`](crate::MixtureOfContexts), which mixes
-    /// contexts.
-    fn components(&self) -> usize;
-
-    /// The mixture of these hidden states `[.., hidden]`. A loss passes [`LossOptions::dropout`]; decoding has no
-    /// dropout.
-    ///
-    /// # Shapes
-    ///
-    /// - hidden: `[.., hidden]`
-    ///
-    /// # Errors
-    ///
-    /// If the last dimension, dtype or device of the hidden states does not match the head.
-    fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture>;
-
-    /// How [`OutputLayer::loss`] would split the work into chunks.
-    ///
-    /// # Shapes
-    ///
-    /// - hidden: `[.., hidden]`
-    ///
-    /// # Errors
-    ///
-    /// As for [`OutputLayer::loss`], or if the budget cannot hold one position.
-    fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
-        self.mixture(hidden, DropoutMasks::Off)?.plan(options)
-    }
-
-    /// The layer as a constant, as [`OutputLayer::frozen`] returns it, for what is built of it. By default it is the layer
-    /// itself, whose parameters go on getting gradients.
-    ///
-    /// # Errors
-    ///
-    /// As for [`OutputLayer::frozen`].
-    fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
-        Ok(Box::new(self))
-    }
-
-    /// The mixture without its least probable components, see [`Mixture::prune`].
-    ///
-    /// # Shapes
-    ///
-    /// - hidden: `[.., hidden]`
-    ///
-    /// # Errors
-    ///
-    /// As for [`Mixture::prune`].
-    fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
-        self.mixture(hidden, DropoutMasks::Off)?.prune(mass)
-    }
-}
-
-macro_rules! delegate_to_pointee {
-    ($($pointer:ty),*) => {$(
-        impl<T: OutputLayer + ?Sized> OutputLayer for $pointer {
-            fn hidden_size(&self) -> usize {
-                (**self).hidden_size()
-            }
-            fn vocab_size(&self) -> usize {
-                (**self).vocab_size()
-            }
-            fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-                (**self).loss(hidden, targets, options)
-            }
-            fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-                (**self).log_probs(hidden)
-            }
-            fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-                (**self).log_probs_as(hidden, dtype)
-            }
-            fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
-                (**self).log_prob(hidden, token_ids)
-            }
-            fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-                (**self).policy_loss(hidden, batch, options)
-            }
-            fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-                (**self).distill(hidden, teacher, options)
-            }
-            fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
-                (**self).score(hidden, token_ids, options)
-            }
-            fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-                (**self).top_k(hidden, k)
-            }
-            fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
-                (**self).argmax(hidden)
-            }
-            fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-                (**self).sample(hidden, sampler)
-            }
-            fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
-                (**self).next_tokens(hidden, requests)
-            }
-            fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
-                (**self).frozen()
-            }
-        }
-
-        impl<T: MixtureLayer + ?Sized> MixtureLayer for $pointer {
-            fn components(&self) -> usize {
-                (**self).components()
-            }
-            fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
-                (**self).mixture(hidden, dropout)
-            }
-            fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
-                (**self).plan(hidden, options)
-            }
-            fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
-                (**self).prune(hidden, mass)
-            }
-            fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
-                (**self).frozen_mixture()
-            }
-        }
-    )*};
-}
-delegate_to_pointee!(Box<T>, Arc<T>, &T);

@@ -12,7 +12,8 @@ use crate::error::Result;
 use crate::tensors::dropout::DropoutMasks;
 
 /// From a hidden state to the contexts and log-priors of K components: the part of a [`Head`](crate::Head) that is its
-/// own. With a [`Decoder`](crate::Decoder) it is a head with every loss, option and way of decoding of this crate.
+/// own. With a [`Decoder`](crate::parts::Decoder) it is a head with every loss, option and way of decoding of this
+/// crate.
 ///
 /// # Examples
 ///
@@ -21,8 +22,9 @@ use crate::tensors::dropout::DropoutMasks;
 /// ```
 /// use candle_core::{DType, Device, Result, Tensor};
 /// use candle_nn::{linear, Linear, Module, VarBuilder, VarMap};
-/// use mos_head::{Decoder, DecoderConfig, DropoutMasks, Head, LossOptions, MixtureLayer, OutputLayer};
-/// use mos_head::{Projection, Sampler, Sampling};
+/// use mos_head::decode::{Sampler, Sampling};
+/// use mos_head::parts::{Decoder, DecoderConfig, Projection};
+/// use mos_head::{DropoutMasks, Head, LossOptions, MixtureLayer, OutputLayer};
 ///
 /// #[derive(Debug)]
 /// struct TwoLayers(Linear, Linear); // hidden -> 32 -> 3 contexts of width 16
@@ -125,7 +127,8 @@ pub trait Projection: Debug + Send + Sync {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{linear_no_bias, Linear, Module, VarBuilder, VarMap};
-/// use mos_head::{Configured, DecoderConfig, DropoutMasks, Head, OutputLayer, Projection, Result};
+/// use mos_head::parts::{Configured, DecoderConfig, Projection};
+/// use mos_head::{DropoutMasks, Head, OutputLayer, Result};
 ///
 /// struct Sizes {
 ///     hidden: usize,

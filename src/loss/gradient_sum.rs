@@ -1,6 +1,6 @@
 //! Gradient accumulation: the gradients of several losses, with memory for one.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backprop::GradStore;
 use candle_core::Tensor;
@@ -65,29 +65,17 @@ impl GradientSum {
     ///
     /// As for [`Loss::backward`].
     pub fn add(&self, loss: &Loss) -> Result<()> {
-        self.extend(loss.backward()?)
-    }
-
-    /// Adds the gradients of a loss and a penalty, as [`Loss::backward_with`] returns them.
-    ///
-    /// # Shapes
-    ///
-    /// - penalty: a scalar, of the dtype of the value
-    ///
-    /// # Errors
-    ///
-    /// As for [`Loss::backward_with`].
-    pub fn add_with(&self, loss: &Loss, penalty: &Tensor) -> Result<()> {
-        self.extend(loss.backward_with(penalty)?)
+        let gradients = loss.backward()?;
+        Ok(self.lock().extend(gradients)?)
     }
 
     /// The gradients, for an optimizer. The sum is empty from then on.
     pub fn take(&self) -> GradStore {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.lock())
     }
 
-    fn extend(&self, gradients: GradStore) -> Result<()> {
-        Ok(self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(gradients)?)
+    fn lock(&self) -> MutexGuard<'_, GradStore> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The place of this variable's gradient.

@@ -17,8 +17,8 @@ impl Loss {
     ///
     /// Gradients that this loss spares by itself do not count as missing: a decoder has none if its rows have them
     /// instead ([`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows)), nor have clusters and
-    /// classes without a target ([`AdaptiveSoftmax`](crate::AdaptiveSoftmax),
-    /// [`HierarchicalSoftmax`](crate::HierarchicalSoftmax)).
+    /// classes without a target ([`AdaptiveSoftmax`](crate::two_level::AdaptiveSoftmax),
+    /// [`HierarchicalSoftmax`](crate::two_level::HierarchicalSoftmax)).
     ///
     /// # Errors
     ///

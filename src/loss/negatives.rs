@@ -17,7 +17,7 @@ use crate::tensors::checks::check_sizes;
 /// # Examples
 ///
 /// ```
-/// use mos_head::NoiseDistribution;
+/// use mos_head::sampled::NoiseDistribution;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let by_rank = NoiseDistribution::log_uniform(10_000)?;
@@ -202,7 +202,7 @@ impl NoiseDistribution {
 /// # Examples
 ///
 /// ```
-/// use mos_head::NoiseDistribution;
+/// use mos_head::sampled::NoiseDistribution;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let negatives = NoiseDistribution::unigram(&[2.0, 1.0, 1.0])?.draw_with_replacement(8, 42)?;

@@ -99,8 +99,6 @@ pub struct LossOptions {
     pub label_smoothing: f64,
     /// The coefficient of the z-loss. The default is 0.
     pub z_loss: f64,
-    /// The responsibility below which the gradient of a component is skipped. The default is 0, off.
-    pub gradient_filter: f64,
     /// Whether correct top-1 predictions are told and counted. The default is false.
     pub correct: bool,
     /// The sample of the vocabulary that a training step looks at. The default is none.
@@ -118,7 +116,8 @@ pub struct LossOptions {
 /// # Examples
 ///
 /// ```
-/// use mos_head::{LossOptions, NoiseDistribution, SampledLoss};
+/// use mos_head::sampled::{NoiseDistribution, SampledLoss};
+/// use mos_head::LossOptions;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let negatives = NoiseDistribution::log_uniform(1000)?.draw(64, 42)?;
@@ -157,7 +156,6 @@ impl LossOptions {
             class_weights: None,
             label_smoothing: 0.0,
             z_loss: 0.0,
-            gradient_filter: 0.0,
             correct: false,
             sampled: None,
             decoder_rows: false,
@@ -253,17 +251,6 @@ impl LossOptions {
         LossOptions { workspace_bytes: Some(bytes), ..self }
     }
 
-    /// Skips the gradients of contexts and decoder for components whose responsibility for the target is below this
-    /// threshold, which saves their share of two of the three products. The default, 0, is off.
-    ///
-    /// These gradients are then approximate; [`Loss::dropped_mass`](crate::Loss::dropped_mass) reports by how much. The
-    /// gradient of the priors stays exact. Negative weights are compared by magnitude. It cannot be combined with a
-    /// z-loss, which every component has a gradient of. On a GPU each chunk waits for the device once, to read the
-    /// number of remaining rows.
-    pub fn with_gradient_filter(self, threshold: f64) -> Self {
-        LossOptions { gradient_filter: threshold, ..self }
-    }
-
     /// Also tells at which positions the target is the most probable token id,
     /// [`Loss::is_correct`](crate::Loss::is_correct), and counts them, [`Loss::correct`](crate::Loss::correct).
     ///
@@ -300,14 +287,15 @@ impl LossOptions {
     /// negatives and targets are read. Draw new negatives for each step.
     ///
     /// An evaluation is exact, whatever the negatives. A training step's [`Loss::nll`](crate::Loss::nll) is over
-    /// the sample. It cannot be combined with label smoothing, z-loss, a gradient filter, counted predictions or a
-    /// softcap. The targets are read on the host: on a GPU this waits for the device.
+    /// the sample. It cannot be combined with label smoothing, z-loss, counted predictions or a softcap. The
+    /// targets are read on the host: on a GPU this waits for the device.
     ///
     /// # Examples
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{LossOptions, OutputLayer, NoiseDistribution, SoftmaxHead};
+    /// use mos_head::sampled::NoiseDistribution;
+    /// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Var::randn(0f32, 1., (1000, 8), &Device::Cpu)?;
@@ -336,14 +324,15 @@ impl LossOptions {
     ///
     /// For one softmax; a mixture of several is [`Error::Unsupported`](crate::Error::Unsupported). An evaluation is
     /// exact: its probabilities are normalised. [`Loss::nll`](crate::Loss::nll) of a training step is this loss. It
-    /// cannot be combined with label smoothing, z-loss, a gradient filter or counted predictions. The targets are read
-    /// on the host: on a GPU this waits for the device. Memory: a few tensors of `[positions, negatives]`.
+    /// cannot be combined with label smoothing, z-loss or counted predictions. The targets are read on the host: on a GPU
+    /// this waits for the device. Memory: a few tensors of `[positions, negatives]`.
     ///
     /// # Examples
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{LossOptions, NoiseDistribution, OutputLayer, SoftmaxHead};
+    /// use mos_head::sampled::NoiseDistribution;
+    /// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Var::randn(0f32, 0.1, (5, 8), &Device::Cpu)?;
@@ -376,8 +365,8 @@ impl LossOptions {
 
     /// The terms of the objective that the kernels compute.
     pub(crate) fn terms(&self) -> LossTerms {
-        let &LossOptions { label_smoothing, z_loss, gradient_filter, correct, .. } = self;
-        LossTerms { label_smoothing, z_loss, gradient_filter, correct }
+        let &LossOptions { label_smoothing, z_loss, correct, .. } = self;
+        LossTerms { label_smoothing, z_loss, correct }
     }
 
     /// The options that are set and that not every head or loss supports.
@@ -386,7 +375,6 @@ impl LossOptions {
         let asked = [
             (OptionName::LabelSmoothing, self.label_smoothing > 0.0),
             (OptionName::ZLoss, self.z_loss > 0.0),
-            (OptionName::GradientFilter, self.gradient_filter > 0.0),
             (OptionName::Correct, self.correct),
             (OptionName::SampledSoftmax, matches!(sampled, Some(SampledLoss::Softmax(_)))),
             (OptionName::Nce, matches!(sampled, Some(SampledLoss::Nce(_)))),
@@ -400,10 +388,9 @@ impl LossOptions {
         if self.decoder_rows && self.train && self.sampled.is_none() {
             return Err(Error::config("decoder_rows", "a sampled loss", "none"));
         }
-        let &LossOptions { label_smoothing, z_loss, gradient_filter, .. } = self;
-        for (argument, share) in [("label_smoothing", label_smoothing), ("gradient_filter", gradient_filter)] {
-            check_number((0.0..1.0).contains(&share), argument, "at least 0 and below 1", share)?;
-        }
+        let &LossOptions { label_smoothing, z_loss, .. } = self;
+        let is_share = (0.0..1.0).contains(&label_smoothing);
+        check_number(is_share, "label_smoothing", "at least 0 and below 1", label_smoothing)?;
         check_number(z_loss >= 0.0 && z_loss.is_finite(), "z_loss", "a finite number, at least 0", z_loss)?;
         if let Some(denominator) = self.denominator {
             check_number(denominator > 0.0 && denominator.is_finite(), "denominator", "finite, above 0", denominator)?;
@@ -411,8 +398,6 @@ impl LossOptions {
                 return Err(Error::config("denominator", "the reduction to a mean", format!("{:?}", self.reduction)));
             }
         }
-        // The z-loss has a gradient in every component, whatever its responsibility.
-        let is_exact = z_loss == 0.0 || gradient_filter == 0.0;
-        check_number(is_exact, "gradient_filter", "0 with a z_loss", gradient_filter)
+        Ok(())
     }
 }

@@ -274,7 +274,7 @@ impl Loss {
     /// # Errors
     ///
     /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`] for options that
-    /// need more than this: label smoothing, z-loss, the gradient filter, counted predictions, sampled losses.
+    /// need more than this: label smoothing, z-loss, counted predictions, sampled losses.
     /// Whether targets are in the vocabulary is for the head to check.
     pub fn from_nll(nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         check_float("nll", nll)?;

@@ -53,9 +53,6 @@ pub struct Loss {
     /// Scalar: the number of positions whose target is the most probable token id, if requested
     /// ([`LossOptions::with_correct`](crate::LossOptions::with_correct)).
     pub correct: Option<Tensor>,
-    /// Scalar, from 0 to 1: the share of the gradient's mass (|responsibility x weight|) that the gradient filter
-    /// dropped, if it is on.
-    pub dropped_mass: Option<Tensor>,
     /// The decoder's rows that a sampled loss read, if requested
     /// ([`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows)); `None` if there are no positions.
     pub decoder_rows: Option<DecoderRows>,
@@ -80,7 +77,8 @@ pub struct Loss {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
-/// use mos_head::{LossOptions, OutputLayer, NoiseDistribution, SoftmaxHead};
+/// use mos_head::sampled::NoiseDistribution;
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Var::randn(0f32, 1., (1000, 8), &Device::Cpu)?;
@@ -121,8 +119,7 @@ pub(crate) struct Unchecked {
 }
 
 impl Loss {
-    /// The loss of a head that computes all results itself. `is_correct`, `correct` and `dropped_mass` are fields
-    /// to be set.
+    /// The loss of a head that computes all results itself. `is_correct` and `correct` are fields to be set.
     ///
     /// # Shapes
     ///
@@ -139,7 +136,6 @@ impl Loss {
             nll,
             is_correct: None,
             correct: None,
-            dropped_mass: None,
             decoder_rows: None,
             decoder: None,
             parts: Vec::new(),

@@ -20,7 +20,8 @@ use crate::loss::{Loss, Reduction};
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{ChunkScores, ChunkTerms, LossOptions, Mixture, Reduction, ScoreOptions};
+/// use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions};
+/// use mos_head::{LossOptions, Mixture, Reduction};
 ///
 /// fn weighted(scores: ChunkScores, weights: &Tensor) -> mos_head::Result<ChunkTerms> {
 ///     let by_log_prob = weights.narrow(0, scores.positions.start, scores.positions.len())?.neg()?;
@@ -61,7 +62,8 @@ pub struct ChunkScores {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{ChunkLogProbs, ChunkTerms, Mixture};
+/// use mos_head::score::{ChunkLogProbs, ChunkTerms};
+/// use mos_head::Mixture;
 ///
 /// fn entropy(chunk: ChunkLogProbs) -> mos_head::Result<ChunkTerms> {
 ///     let probs = chunk.log_probs.exp()?;
@@ -95,7 +97,8 @@ pub struct ChunkLogProbs {
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
-/// use mos_head::{ChunkTerms, Mixture, ScoreOptions};
+/// use mos_head::score::{ChunkTerms, ScoreOptions};
+/// use mos_head::Mixture;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let contexts = Var::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // 3 positions, K = 1, d = 8

@@ -40,7 +40,8 @@ impl Mixture {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{ChunkTerms, Mixture};
+    /// use mos_head::score::ChunkTerms;
+    /// use mos_head::Mixture;
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let contexts = Var::randn(0f32, 1., (4, 1, 8), &Device::Cpu)?; // 4 positions, K = 1, d = 8

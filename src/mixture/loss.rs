@@ -123,7 +123,6 @@ impl Mixture {
         };
         let nll = results.nll.reshape(self.leading.as_slice())?;
         let loss = Loss {
-            dropped_mass: results.dropped_mass,
             decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
             is_evaluation: !options.train,
             ..Loss::new(value, results.sum, results.count, nll)

@@ -41,7 +41,8 @@ impl Mixture {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{ChunkTerms, Mixture, ScoreOptions};
+    /// use mos_head::score::{ChunkTerms, ScoreOptions};
+    /// use mos_head::Mixture;
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let contexts = Var::randn(0f32, 1., (4, 1, 8), &Device::Cpu)?; // 4 positions, K = 1, d = 8
@@ -66,7 +67,8 @@ impl Mixture {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{ChunkTerms, Mixture, ScoreOptions};
+    /// use mos_head::score::{ChunkTerms, ScoreOptions};
+    /// use mos_head::Mixture;
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let contexts = Var::randn(0f32, 1., (4, 1, 8), &Device::Cpu)?; // 4 positions, K = 1, d = 8

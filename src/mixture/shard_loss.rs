@@ -20,7 +20,7 @@ impl Mixture {
     /// of a loss without reduction, and a second backward pass, are calls of all ranks too, with the same upstream gradient.)
     ///
     /// One exchange of two numbers for each row, `2 K` a position, gives every rank the log-sum-exps of the whole
-    /// vocabulary and the targets' logits. Label smoothing and correct predictions need one sum of `2 K + 2` numbers a
+    /// vocabulary and the targets' logits. Label smoothing and correct predictions need one sum of `K + 2` numbers a
     /// position more, and the contexts' gradient is a sum of `K d`:
     ///
     /// ```text
@@ -44,7 +44,7 @@ impl Mixture {
     /// contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is not in the
     /// vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
     ///
-    /// [`Collectives::all_reduce_sum_tensor`]: crate::Collectives::all_reduce_sum_tensor
+    /// [`Collectives::all_reduce_sum_tensor`]: crate::distributed::Collectives::all_reduce_sum_tensor
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let checked = self.checked(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
@@ -94,10 +94,10 @@ impl Mixture {
         self.check_shard(shard)?;
         let contexts = &self.operands.contexts;
         let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
-        use OptionName::{Correct, GradientFilter, LabelSmoothing, ZLoss};
-        request.require("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, GradientFilter, Correct])?;
+        use OptionName::{Correct, LabelSmoothing, ZLoss};
+        request.require("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, Correct])?;
         if !contexts.device().is_cpu() {
-            request.require("a vocabulary-parallel loss on a GPU", &[ZLoss, GradientFilter])?;
+            request.require("a vocabulary-parallel loss on a GPU", &[ZLoss])?;
         }
         let ids = request.read_ids(shard.vocab_size())?;
         Ok((request, ids))

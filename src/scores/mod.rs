@@ -19,7 +19,8 @@ pub(crate) use composed::{are_argmax, composed};
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{OutputLayer, ScoreOptions, SoftmaxHead};
+/// use mos_head::score::ScoreOptions;
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Tensor::new(&[[0f32], [3.], [1.], [2.]], &Device::Cpu)?;
@@ -110,7 +111,8 @@ impl ScoreOptions {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{OutputLayer, ScoreOptions, SoftmaxHead};
+/// use mos_head::score::ScoreOptions;
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
@@ -159,7 +161,8 @@ impl Scores {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{OutputLayer, ScoreOptions, SoftmaxHead};
+    /// use mos_head::score::ScoreOptions;
+    /// use mos_head::{OutputLayer, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;

@@ -20,7 +20,8 @@ const MOST_LOG_RATIO: f64 = 20.0;
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{OutputLayer, PolicyBatch, PolicyNormalization, PolicyOptions, SoftmaxHead};
+/// use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
@@ -81,7 +82,8 @@ pub enum PolicyNormalization {
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
-/// use mos_head::{OutputLayer, PolicyBatch, PolicyNormalization, PolicyOptions, SoftmaxHead};
+/// use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Var::randn(0f32, 1., (100, 8), &Device::Cpu)?;
@@ -219,7 +221,8 @@ impl PolicyOptions {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{OutputLayer, PolicyBatch, PolicyOptions, SoftmaxHead};
+/// use mos_head::policy::{PolicyBatch, PolicyOptions};
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;

@@ -175,11 +175,13 @@ impl Unplaced {
     }
 
     /// Where the file is until it is in its place.
+    #[cfg(feature = "distributed")]
     pub(crate) fn temporary(&self) -> &Path {
         &self.temporary
     }
 
     /// The place that the file is for.
+    #[cfg(feature = "distributed")]
     pub(crate) fn destination(&self) -> &Path {
         &self.place
     }

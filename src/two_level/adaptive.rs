@@ -15,7 +15,7 @@ use crate::tensors::initial_values::linear;
 /// # Examples
 ///
 /// ```
-/// use mos_head::AdaptiveConfig;
+/// use mos_head::two_level::AdaptiveConfig;
 ///
 /// // 2000 frequent ids, and clusters of 8000, 40000 and 50000 ids.
 /// let config = AdaptiveConfig::new(512, 100_000, vec![2000, 10_000, 50_000]);
@@ -26,10 +26,8 @@ use crate::tensors::initial_values::linear;
 #[non_exhaustive]
 pub struct AdaptiveConfig {
     /// Size of a hidden state.
-    #[cfg_attr(feature = "serde", serde(alias = "hidden"))]
     pub hidden_size: usize,
     /// Number of token ids, sorted by descending frequency.
-    #[cfg_attr(feature = "serde", serde(alias = "vocab"))]
     pub vocab_size: usize,
     /// The first id of each cluster, increasing: ids below `cutoffs[0]` are in the shortlist.
     pub cutoffs: Vec<usize>,
@@ -116,7 +114,7 @@ impl AdaptiveConfig {
 ///
 /// The loss is exact. It reads the targets, which on a GPU waits for the device. A cluster without a target in the
 /// batch gets no gradients: they are zero, but absent from the `GradStore`. Of the options of a loss,
-/// label smoothing, z-loss, the gradient filter and counted predictions are
+/// label smoothing, z-loss and counted predictions are
 /// [`Error::Unsupported`](crate::Error::Unsupported).
 ///
 /// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a cluster only at positions where one of its ids can be
@@ -128,7 +126,8 @@ impl AdaptiveConfig {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{AdaptiveConfig, AdaptiveSoftmax, LossOptions, OutputLayer};
+/// use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
+/// use mos_head::{LossOptions, OutputLayer};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vars = VarMap::new();
@@ -187,7 +186,8 @@ impl TwoLevel<Adaptive> {
     ///
     /// use candle_core::{DType, Device};
     /// use candle_nn::{VarBuilder, VarMap};
-    /// use mos_head::{AdaptiveConfig, AdaptiveSoftmax, MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
+    /// use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
+    /// use mos_head::{MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let vars = VarMap::new();

@@ -23,7 +23,8 @@ const MOST_CLASSES: usize = 1 << 20;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::VarBuilder;
-/// use mos_head::{Classes, HierarchicalConfig, HierarchicalSoftmax, OutputLayer};
+/// use mos_head::two_level::{Classes, HierarchicalConfig, HierarchicalSoftmax};
+/// use mos_head::OutputLayer;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let words = ["the", "cat", "a", "mat", "dog"];
@@ -60,7 +61,7 @@ impl Classes {
     /// # Examples
     ///
     /// ```
-    /// use mos_head::Classes;
+    /// use mos_head::two_level::Classes;
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let classes = Classes::from_frequencies(&[1.0, 4.0, 1.0, 2.0], 2)?;
@@ -101,7 +102,7 @@ impl Classes {
 /// # Examples
 ///
 /// ```
-/// use mos_head::{Classes, HierarchicalConfig};
+/// use mos_head::two_level::{Classes, HierarchicalConfig};
 ///
 /// let config = HierarchicalConfig::new(512, 100_000);
 /// assert_eq!(config.classes, Classes::Consecutive(317)); // the square root of vocab_size, rounded up
@@ -202,9 +203,7 @@ impl HierarchicalConfig {
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct HierarchicalFields {
-    #[serde(alias = "hidden")]
     hidden_size: usize,
-    #[serde(alias = "vocab")]
     vocab_size: usize,
     classes: Option<Classes>,
     bias: Option<bool>,
@@ -234,8 +233,8 @@ impl From<HierarchicalFields> for HierarchicalConfig {
 ///
 /// The loss is exact. It reads the targets, which on a GPU waits for the device. A class without a target in the batch
 /// gets no gradients: they are zero, but absent from the `GradStore`. Each class has its own variables, because the
-/// gradient of a part of one matrix would be as large as the matrix. Of the options of a loss, label smoothing, z-loss,
-/// the gradient filter and counted predictions are [`Error::Unsupported`](crate::Error::Unsupported).
+/// gradient of a part of one matrix would be as large as the matrix. Of the options of a loss, label smoothing, z-loss
+/// and counted predictions are [`Error::Unsupported`](crate::Error::Unsupported).
 ///
 /// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a class only at positions where one of its ids can be
 /// among the k best (a NaN in another class goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample) draws
@@ -246,7 +245,8 @@ impl From<HierarchicalFields> for HierarchicalConfig {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{HierarchicalConfig, HierarchicalSoftmax, LossOptions, OutputLayer};
+/// use mos_head::two_level::{HierarchicalConfig, HierarchicalSoftmax};
+/// use mos_head::{LossOptions, OutputLayer};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vars = VarMap::new();
@@ -302,7 +302,8 @@ impl TwoLevel<Hierarchical> {
     ///
     /// use candle_core::{DType, Device};
     /// use candle_nn::{VarBuilder, VarMap};
-    /// use mos_head::{HierarchicalConfig, HierarchicalSoftmax, MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
+    /// use mos_head::two_level::{HierarchicalConfig, HierarchicalSoftmax};
+    /// use mos_head::{MixtureConfig, MixtureOfSoftmaxes, OutputLayer};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let vars = VarMap::new();

@@ -1,4 +1,4 @@
-//! A vocabulary of two levels, which the adaptive and the hierarchical softmax share.
+//! Heads for large vocabularies: the adaptive and the hierarchical softmax, a vocabulary of two levels.
 //!
 //! ```text
 //! P(v) = P_root(v)                      for an id of the shortlist
@@ -6,7 +6,15 @@
 //! ```
 //!
 //! The root is a mixture over `[shortlist ids, clusters]`; each cluster is a softmax, whose context is the hidden state
-//! or a linear projection of it.
+//! or a linear projection of it. A loss computes the root, and of the rest only the clusters that have a target:
+//!
+//! | head | levels | cost |
+//! |---|---|---|
+//! | [`AdaptiveSoftmax`] | frequent ids and clusters, by any head that is a mixture; the ids of each cluster, from narrower contexts | about a softmax over the frequent ids |
+//! | [`HierarchicalSoftmax`] | classes, by any head that is a mixture; the ids of each class | about two softmaxes over sqrt(vocab) ids |
+//!
+//! Both are a [`TwoLevel`], by the scheme [`Adaptive`] or [`Hierarchical`]. Begin with [`AdaptiveConfig`], which has the
+//! ids sorted by frequency, or with [`HierarchicalConfig`], where [`Classes`] may be of any kind.
 
 mod adaptive;
 mod hierarchical;

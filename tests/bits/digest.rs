@@ -3,7 +3,8 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_nn::VarMap;
-use mos_head::{Result, TopK};
+use mos_head::decode::TopK;
+use mos_head::Result;
 
 use super::problem::{uniform, variables};
 

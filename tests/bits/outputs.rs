@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
-use mos_head::{
-    AllowedIds, ChunkTerms, Collectives, Constraints, DistillOptions, Divergence, DropoutMasks, Error, GradientSum,
-    Loss, LossOptions, MissingIds, Mixture, NextToken, OutputLayer, PolicyBatch, PolicyNormalization, PolicyOptions,
-    Reduction, Restricted, Result, Sampling, ScoreOptions, Scores, Teacher, TokenRequest, VocabShard,
-};
+use mos_head::decode::{Constraints, NextToken, Sampling, TokenRequest};
+use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+use mos_head::distributed::{Collectives, VocabShard};
+use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
+use mos_head::score::{ChunkTerms, ScoreOptions, Scores};
+use mos_head::sets::{AllowedIds, Restricted};
+use mos_head::{DropoutMasks, Error, GradientSum, Loss, LossOptions, Mixture, OutputLayer, Reduction, Result};
 
 use super::digest::Digest;
 use super::problem::{has, sampler, uniform, Problem};

@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
-use mos_head::{AllowedIds, Mixture};
+use mos_head::sets::AllowedIds;
+use mos_head::Mixture;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::reference::log_sum_exp;

@@ -205,10 +205,6 @@ impl Check {
             value("nll", &loss.nll, &truth.nll);
             value("sum", &loss.sum, &[truth.sum]);
             value("count", &loss.count, &[truth.count]);
-            if objective.filter > 0.0 {
-                let dropped = loss.dropped_mass.as_ref().expect("the dropped mass of a filter");
-                value("dropped_mass", dropped, &[truth.dropped_mass]);
-            }
             assert_eq!(loss.correct.is_some(), mode.ends_with("with correct"), "{mode}");
             if let Some(correct) = loss.correct.as_ref().filter(|_| is_strict) {
                 assert_eq!(numbers(correct), [truth.correct], "{}", name(&format!("correct of {mode}")));
@@ -236,7 +232,7 @@ impl Check {
         Ok(truth)
     }
 
-    /// The results of the composed form in the same dtype; no gradients under a filter, which it does not have.
+    /// The results of the composed form in the same dtype.
     fn compose(&self, case: &Case, objective: &Objective, upstream: &[f64]) -> Result<Composed> {
         if case.positions() == 0 {
             return Ok(Composed::default());
@@ -249,9 +245,7 @@ impl Check {
             ("nll", numbers(&nll)),
             ("log_probs", numbers(&operands.log_probs(case.logits)?.0)),
         ]);
-        if objective.filter == 0.0 {
-            results.extend(gradients(&backward(&value, upstream)?, &tensors));
-        }
+        results.extend(gradients(&backward(&value, upstream)?, &tensors));
         Ok(Composed(results))
     }
 }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use mos_head::{save_sharded, Collectives, Result, ShardedCheckpoint, VocabShard};
+use mos_head::distributed::{save_sharded, Collectives, ShardedCheckpoint, VocabShard};
+use mos_head::Result;
 
 pub const VOCAB: usize = 11;
 pub const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];

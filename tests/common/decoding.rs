@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use mos_head::{
-    BeamSearch, Collectives, Constraints, Error, MixtureConfig, MixtureOfSoftmaxes, NextToken, OutputLayer, Result,
-    Sampling, TokenRequest, VocabParallel, VocabShard,
-};
+use mos_head::decode::{BeamSearch, Constraints, NextToken, Sampling, TokenRequest};
+use mos_head::distributed::{Collectives, VocabParallel, VocabShard};
+use mos_head::{Error, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result};
 
 use crate::values::tensor;
 

@@ -6,10 +6,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax, MixtureConfig,
-    MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
-};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
+use mos_head::{MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Reduction, Result};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::objective::Objective;

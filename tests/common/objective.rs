@@ -15,7 +15,6 @@ pub struct Objective {
     pub class_weights: Option<Vec<f64>>,
     pub label_smoothing: f64,
     pub z_loss: f64,
-    pub filter: f64,
 }
 
 impl Default for Objective {
@@ -27,7 +26,6 @@ impl Default for Objective {
             class_weights: None,
             label_smoothing: 0.0,
             z_loss: 0.0,
-            filter: 0.0,
         }
     }
 }
@@ -79,9 +77,6 @@ impl Objective {
         }
         if self.z_loss != 0.0 {
             options = options.with_z_loss(self.z_loss);
-        }
-        if self.filter != 0.0 {
-            options = options.with_gradient_filter(self.filter);
         }
         Ok(options)
     }

@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use mos_head::{Collectives, Numbers, Result};
+use mos_head::distributed::{Collectives, Numbers};
+use mos_head::Result;
 
 /// A thread as a rank.
 #[derive(Debug)]

@@ -24,8 +24,6 @@ pub struct Truth {
     pub count: f64,
     pub nll: Vec<f64>,
     pub correct: f64,
-    /// The share of the responsibility mass that the filter drops: absolute values, weighted like the loss.
-    pub dropped_mass: f64,
     pub argmax: Vec<u32>,
     pub log_probs: Vec<f64>,
     /// By the name of the operand.
@@ -54,7 +52,6 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
             truth.count += objective.position_weight(t, y) * objective.class_weight(y as usize);
         }
     }
-    let mut mass = 0.0;
     for (t, &y) in case.targets.iter().enumerate() {
         let contexts = &projected.contexts[t * k * d..][..k * d];
         let log_priors = &projected.log_priors[t * k..][..k];
@@ -77,12 +74,7 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
             Reduction::Mean => upstream[0] / truth.count,
             _ => upstream[0],
         };
-        let (dropped, all) = slopes.add(t, &position, y, objective, tau * upstream, &decoder);
-        truth.dropped_mass += tau.abs() * dropped;
-        mass += tau.abs() * all;
-    }
-    if mass > 0.0 {
-        truth.dropped_mass /= mass;
+        slopes.add(t, &position, y, objective, tau * upstream, &decoder);
     }
     truth.sum = truth.value.iter().sum();
     match objective.reduction {
@@ -170,17 +162,8 @@ struct Slopes {
 }
 
 impl Slopes {
-    /// Adds position `t` with target `y`, its objective multiplied by `back`. Returns its absolute mass, first what the
-    /// filter drops, then the whole.
-    fn add(
-        &mut self,
-        t: usize,
-        position: &Position,
-        y: usize,
-        objective: &Objective,
-        back: f64,
-        decoder: &Decoder,
-    ) -> (f64, f64) {
+    /// Adds position `t` with target `y`, its objective multiplied by `back`.
+    fn add(&mut self, t: usize, position: &Position, y: usize, objective: &Objective, back: f64, decoder: &Decoder) {
         let (k, vocab) = (position.lse.len(), position.log_probs.len());
         let d = position.contexts.len() / k;
         let mut pulls = vec![vec![0.0; vocab]; k];
@@ -193,15 +176,8 @@ impl Slopes {
             }
         }
         let masses: Vec<f64> = pulls.iter().map(|pull| pull.iter().sum()).collect();
-        let magnitudes: Vec<f64> = pulls.iter().map(|pull| pull.iter().map(|x| x.abs()).sum()).collect();
-        let all: f64 = magnitudes.iter().sum();
-        let mut dropped = 0.0;
         for i in 0..k {
             self.log_priors[t * k + i] = -back * masses[i];
-            if objective.filter > 0.0 && magnitudes[i] < objective.filter * all {
-                dropped += magnitudes[i];
-                continue;
-            }
             let context = &position.contexts[i * d..][..d];
             let push = masses[i] + 2.0 * objective.z_loss * position.lse[i] / k as f64;
             for (v, &z) in position.logits[i].iter().enumerate() {
@@ -215,7 +191,6 @@ impl Slopes {
                 self.bias[v] += dz;
             }
         }
-        (dropped, all)
     }
 }
 

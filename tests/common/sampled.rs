@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
-use mos_head::{Error, Mixture, Negatives, NoiseDistribution, Result};
+use mos_head::sampled::{Negatives, NoiseDistribution};
+use mos_head::{Error, Mixture, Result};
 
 use super::exact;
 

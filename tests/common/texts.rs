@@ -7,10 +7,8 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use mos_head::{
-    Collectives, DataParallel, LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, VocabParallel,
-    VocabShard,
-};
+use mos_head::distributed::{Collectives, DataParallel, VocabParallel, VocabShard};
+use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result};
 
 use crate::values::tensor;
 

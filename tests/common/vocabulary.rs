@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::ops::log_softmax;
-use mos_head::{
-    Collectives, Error, LossOptions, LowRankAdapter, Mixture, OutputLayer, Reduction, Result, SoftmaxHead,
-    VocabParallel, VocabShard,
-};
+use mos_head::distributed::{Collectives, VocabParallel, VocabShard};
+use mos_head::parts::LowRankAdapter;
+use mos_head::{Error, LossOptions, Mixture, OutputLayer, Reduction, Result, SoftmaxHead};
 
 use crate::values::tensor;
 
@@ -75,7 +74,7 @@ impl Problem {
             _ => (&loss.value * upstream.to_dtype(loss.value.dtype())?)?.sum_all()?.backward()?,
         };
         let mut results = vec![numbers(&loss.value)?, numbers(&loss.nll)?, numbers(&loss.sum)?, numbers(&loss.count)?];
-        let optional = [&loss.is_correct, &loss.correct, &loss.dropped_mass];
+        let optional = [&loss.is_correct, &loss.correct];
         results.extend(optional.into_iter().flatten().map(numbers).collect::<Result<Vec<_>>>()?);
         for var in [Some(&contexts), log_priors.as_ref(), Some(&weight), Some(&bias)].into_iter().flatten() {
             results.push(store.get(var).map_or(Ok(vec![]), numbers)?);
@@ -104,10 +103,9 @@ fn options(vocab: usize, device: &Device) -> Result<Vec<LossOptions>> {
     ];
     if !device.is_cpu() {
         let on_gpus = [
-            new().with_gradient_filter(0.2),
             LossOptions::evaluation().with_reduction(Reduction::None),
             // Chunks of a few positions.
-            new().with_gradient_filter(0.1).with_ignore_index(5).with_workspace_bytes(60_000),
+            new().with_ignore_index(5).with_workspace_bytes(60_000),
             new().with_z_loss(0.1).with_workspace_bytes(60_000),
         ];
         return Ok([everywhere, on_gpus.into()].concat());
@@ -115,14 +113,12 @@ fn options(vocab: usize, device: &Device) -> Result<Vec<LossOptions>> {
     let on_the_cpu = [
         new().with_label_smoothing(0.1),
         new().with_correct(true).with_reduction(Reduction::None),
-        new().with_gradient_filter(0.2),
         new()
             .with_label_smoothing(0.3)
             .with_correct(true)
             .with_class_weights(of_ids)
             .with_position_weights(of_positions)
-            .with_ignore_index(42)
-            .with_gradient_filter(0.1),
+            .with_ignore_index(42),
         new().with_label_smoothing(0.1).with_z_loss(0.01),
         // The loss alone.
         LossOptions::evaluation().with_label_smoothing(0.1).with_correct(true),

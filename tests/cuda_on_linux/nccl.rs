@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use mos_head::{Collectives, Error, Nccl, Numbers, Result};
+use mos_head::distributed::{Collectives, Nccl, Numbers};
+use mos_head::{Error, Result};
 
 use crate::driver::Driver;
 use crate::vocabulary;

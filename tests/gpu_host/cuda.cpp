@@ -24,13 +24,12 @@ template <auto function> static machine::Kernel kernel(const char *name) {
     const EmulatedKernel of = EmulatedCall<function>::of(name);
     return {name, of.run, {}, {of.sizes, of.sizes + of.arity}};
 }
-#define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(gather_rows_##type)
+#define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type)
 static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),    KERNEL(position_loss),   KERNEL(top_k),
     KERNEL(row_soft_mass),      KERNEL(position_scales), KERNEL(position_targets),
-    KERNEL(position_weighting), KERNEL(live_rows),       KERNEL(scatter_rows),
-    KERNEL(position_scores),    KERNEL(position_masses), KERNELS_FOR(f32),
-    KERNELS_FOR(f16),           KERNELS_FOR(bf16),
+    KERNEL(position_weighting), KERNEL(position_scores), KERNEL(position_masses),
+    KERNELS_FOR(f32),           KERNELS_FOR(f16),        KERNELS_FOR(bf16),
 };
 
 // Launches a kernel with arguments of these sizes. Returns 0, or 1 if there is no such kernel.

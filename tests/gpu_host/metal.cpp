@@ -36,7 +36,6 @@ template <typename... A, void (*function)(A...)> struct Unpack<function> {
 
 #undef KERNEL
 #define KERNEL(name) Unpack<&::name>::named(#name)
-#define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(gather_rows_##type)
 static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),
     KERNEL(position_loss),
@@ -45,14 +44,12 @@ static const machine::Kernel kernels[] = {
     KERNEL(position_masses),
     KERNEL(row_soft_mass),
     KERNEL(position_scales),
-    KERNEL(live_rows),
     KERNEL(row_gradient_f32),
-    KERNEL(scatter_rows),
     KERNEL(position_targets),
     KERNEL(position_weighting),
-    KERNELS_FOR(f32),
-    KERNELS_FOR(f16),
-    KERNELS_FOR(bf16),
+    KERNEL(mixture_log_probs_f32),
+    KERNEL(mixture_log_probs_f16),
+    KERNEL(mixture_log_probs_bf16),
     KERNEL(widen_f16),
     KERNEL(widen_bf16),
     KERNEL(inner_products_f16),

@@ -1,9 +1,9 @@
-//! Assigns words in nearly linear time: rounds of heavy matchings pair words with their cheapest free cells, at prices
-//! that spread the demand; then words exchange cells.
+//! This file assigns words in nearly linear time: rounds of heavy matchings pair words with their cheapest free cells,
+//! at prices that spread the demand, and then words exchange cells.
 
 use rayon::prelude::*;
 
-use super::cells::cheapest;
+use super::cells::{cheapest, Limits};
 use super::costs::Costs;
 use super::exact::exact;
 use super::exchange::exchange;
@@ -11,29 +11,30 @@ use super::half_approximate::Graph;
 use super::prices::prices;
 use crate::error::Result;
 
-/// How many cells are visited per candidate after the first round, when most of a word's cheapest cells are taken.
-const VISITS: usize = 4;
+/// The number of cells that are visited for each candidate after the first round, when most of a word's cheapest cells
+/// are taken.
+const VISITS_PER_CANDIDATE: usize = 4;
 
-/// The rounds end with one that places fewer than one in so many of the words that are left.
+/// The rounds end with the first that places fewer than one in this many of the words that are left.
 const LEAST_PROGRESS: usize = 8;
 
-/// Words are placed at the least cost while `words^2 * cells` is at most this number: that takes a fraction of a
-/// second.
+/// The largest `words^2 * cells` at which words are placed at the least cost, which then takes a fraction of a second.
 const MOST_EXACT: usize = 1 << 27;
 
-/// How often all words may exchange cells: a second time still gains a little, a third hardly anything.
+/// The number of times that all words may exchange cells. The second time still gains a little, a third hardly
+/// anything.
 const EXCHANGES: usize = 2;
 
-/// Whether words and cells are few enough to place the words at the least cost.
+/// Returns whether words and cells are few enough to place the words at the least cost.
 pub(super) fn is_exact(words: usize, cells: usize) -> bool {
-    is_below(words, cells, MOST_EXACT)
+    is_exact_below(words, cells, MOST_EXACT)
 }
 
-fn is_below(words: usize, cells: usize, most_exact: usize) -> bool {
+fn is_exact_below(words: usize, cells: usize, most_exact: usize) -> bool {
     words.saturating_pow(2).saturating_mul(cells) <= most_exact
 }
 
-/// The cell of each word.
+/// Returns the cell of each word, at a cost that is near the least.
 pub(super) fn approximate(costs: &Costs, candidates: usize) -> Result<Vec<usize>> {
     let mut cell_of = match_in_rounds(costs, candidates, MOST_EXACT)?;
     for _ in 0..EXCHANGES {
@@ -42,23 +43,24 @@ pub(super) fn approximate(costs: &Costs, candidates: usize) -> Result<Vec<usize>
     Ok(cell_of)
 }
 
+/// Places the words round by round, and the last ones at the least cost if there are few, else one by one.
 fn match_in_rounds(costs: &Costs, candidates: usize, most_exact: usize) -> Result<Vec<usize>> {
-    let is_exact = |words: usize, cells: usize| is_below(words, cells, most_exact);
+    let is_exact = |words: usize, cells: usize| is_exact_below(words, cells, most_exact);
     let mut table = Table::new(costs);
-    let mut visits = candidates;
+    let mut limits = Limits { candidates, visits: candidates };
     if !is_exact(costs.words, costs.cells()) {
         let prices = Prices::new(costs);
-        while !is_exact(table.left.len(), table.free()) {
-            let matched = round(costs, &prices, &table, (candidates, visits));
+        while !is_exact(table.left.len(), table.free_count()) {
+            let matched = round(costs, &prices, &table, limits);
             let before = table.left.len();
             table.place(&matched);
             if (before - table.left.len()) * LEAST_PROGRESS < before {
                 break;
             }
-            visits = candidates.saturating_mul(VISITS);
+            limits.visits = candidates.saturating_mul(VISITS_PER_CANDIDATE);
         }
     }
-    let matched = if is_exact(table.left.len(), table.free()) {
+    let matched = if is_exact(table.left.len(), table.free_count()) {
         at_least_cost(costs, &table)?
     } else {
         one_by_one(costs, &table)
@@ -67,12 +69,13 @@ fn match_in_rounds(costs: &Costs, candidates: usize, most_exact: usize) -> Resul
     Ok(table.cell_of)
 }
 
-/// Which words are in which cells.
+/// This table says which words are in which cells.
 struct Table {
     /// The cells of the words that are placed.
     cell_of: Vec<usize>,
+    /// Whether each cell is free.
     is_free: Vec<bool>,
-    /// The words that are not placed.
+    /// The words that are not placed yet.
     left: Vec<usize>,
 }
 
@@ -82,8 +85,8 @@ impl Table {
         Table { cell_of: vec![0; words], is_free: vec![true; cells], left: (0..words).collect() }
     }
 
-    /// The number of free cells.
-    fn free(&self) -> usize {
+    /// Returns the number of free cells.
+    fn free_count(&self) -> usize {
         self.is_free.len() - (self.cell_of.len() - self.left.len())
     }
 
@@ -102,6 +105,7 @@ impl Table {
     }
 }
 
+/// These are the prices of the rows and of the columns.
 struct Prices {
     rows: Vec<f32>,
     columns: Vec<f32>,
@@ -116,10 +120,10 @@ impl Prices {
 
 /// Matches the words that are left with their cheapest free cells. An edge weighs how much cheaper its cell is than the
 /// dearest of the word's candidates: if two words want a cell, the one that would lose more gets it.
-fn round(costs: &Costs, prices: &Prices, table: &Table, limits: (usize, usize)) -> Vec<Option<usize>> {
+fn round(costs: &Costs, prices: &Prices, table: &Table, limits: Limits) -> Vec<Option<usize>> {
     let edges = |word: &usize| {
-        let rows: Vec<f32> = costs.of_rows(*word).iter().zip(&prices.rows).map(|(a, b)| a + b).collect();
-        let columns: Vec<f32> = costs.of_columns(*word).iter().zip(&prices.columns).map(|(a, b)| a + b).collect();
+        let rows: Vec<f32> = costs.in_rows(*word).iter().zip(&prices.rows).map(|(a, b)| a + b).collect();
+        let columns: Vec<f32> = costs.in_columns(*word).iter().zip(&prices.columns).map(|(a, b)| a + b).collect();
         let mut cells = cheapest(&rows, &columns, limits, |cell| table.is_free[cell]);
         let dearest = cells.last().map_or(0.0, |cell| cell.1);
         cells.iter_mut().for_each(|(_, cost)| *cost = dearest - *cost);
@@ -132,13 +136,13 @@ fn round(costs: &Costs, prices: &Prices, table: &Table, limits: (usize, usize)) 
 /// Places the words that are left at the least sum of costs.
 fn at_least_cost(costs: &Costs, table: &Table) -> Result<Vec<Option<usize>>> {
     let free: Vec<usize> = (0..costs.cells()).filter(|cell| table.is_free[*cell]).collect();
-    let pairs = table.left.iter().flat_map(|word| free.iter().map(|cell| costs.of_cell(*word, *cell)));
+    let pairs = table.left.iter().flat_map(|word| free.iter().map(|cell| costs.in_cell(*word, *cell)));
     let places = exact(pairs.collect(), table.left.len(), free.len())?;
     Ok(places.into_iter().map(|place| Some(free[place])).collect())
 }
 
-/// One word after the other takes the cheapest row that has a free cell, and there the cheapest free column. Words
-/// whose best cell is cheapest by far ([`Costs::gain`]) come first.
+/// Places one word after the other into the cheapest row that has a free cell, and there into the cheapest free column.
+/// The words that gain the most by their cheapest cell ([`Costs::gain`]) come first.
 fn one_by_one(costs: &Costs, table: &Table) -> Vec<Option<usize>> {
     let mut is_free = table.is_free.clone();
     let free_cells = |row: &[bool]| row.iter().filter(|is_free| **is_free).count();
@@ -147,11 +151,11 @@ fn one_by_one(costs: &Costs, table: &Table) -> Vec<Option<usize>> {
     order.sort_by(|a, b| b.0.total_cmp(&a.0));
     let mut matched = vec![None; table.left.len()];
     for (_, i) in order {
-        let (of_rows, of_columns) = (costs.of_rows(table.left[i]), costs.of_columns(table.left[i]));
+        let (row_costs, column_costs) = (costs.in_rows(table.left[i]), costs.in_columns(table.left[i]));
         let rows = (0..costs.rows).filter(|row| room[*row] > 0);
-        matched[i] = rows.min_by(|a, b| of_rows[*a].total_cmp(&of_rows[*b])).and_then(|row| {
+        matched[i] = rows.min_by(|a, b| row_costs[*a].total_cmp(&row_costs[*b])).and_then(|row| {
             let columns = (0..costs.columns).filter(|column| is_free[row * costs.columns + column]);
-            let column = columns.min_by(|a, b| of_columns[*a].total_cmp(&of_columns[*b]))?;
+            let column = columns.min_by(|a, b| column_costs[*a].total_cmp(&column_costs[*b]))?;
             room[row] -= 1;
             is_free[row * costs.columns + column] = false;
             Some(row * costs.columns + column)
@@ -188,7 +192,7 @@ mod tests {
             let costs = Costs::new(row_costs, column_costs, rows, columns);
             let mut cell_of = match_in_rounds(&costs, candidates, most_exact).unwrap();
             prop_assert!(is_injection(&cell_of, &costs), "{cell_of:?}");
-            let total = |cell_of: &[usize]| cell_of.iter().enumerate().map(|(w, c)| costs.of_cell(w, *c)).sum::<f64>();
+            let total = |cell_of: &[usize]| cell_of.iter().enumerate().map(|(w, c)| costs.in_cell(w, *c)).sum::<f64>();
             let before = total(&cell_of);
             exchange(&costs, &mut cell_of);
             prop_assert!(is_injection(&cell_of, &costs), "{cell_of:?}");
@@ -201,20 +205,21 @@ mod tests {
         let line: Vec<f32> = (0..30).map(|x| x as f32).collect();
         let all = line.repeat(900);
         let costs = Costs::new(&all, &all, 30, 30);
-        // The first round places 4 of them.
+        // The first round places four of the words.
         let cell_of = match_in_rounds(&costs, 4, 0).unwrap();
         assert!(is_injection(&cell_of, &costs));
     }
 
     #[test]
     fn those_that_would_lose_more_come_first() {
-        // All prefer the first cells; the last word the most.
+        // All words prefer the first cells, and the last word does so the most.
         let line = |word: usize| (0..3).map(move |x| (x * word) as f32);
         let all: Vec<f32> = (0..9).flat_map(line).collect();
         let costs = Costs::new(&all, &all, 3, 3);
         assert_eq!(one_by_one(&costs, &Table::new(&costs))[8], Some(0));
+        let limits = Limits { candidates: 9, visits: 9 };
         assert_eq!(
-            round(&costs, &Prices { rows: vec![0.0; 3], columns: vec![0.0; 3] }, &Table::new(&costs), (9, 9))[8],
+            round(&costs, &Prices { rows: vec![0.0; 3], columns: vec![0.0; 3] }, &Table::new(&costs), limits)[8],
             Some(0)
         );
         let table = Table::new(&costs);

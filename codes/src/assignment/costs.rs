@@ -1,9 +1,9 @@
-//! The costs of words in the cells of a table: a row's and a column's cost, added.
+//! A word costs in a cell of a table what it costs in the cell's row, plus what it costs in the cell's column.
 
 use crate::checks::check_sizes;
 use crate::error::{Error, Result};
 
-/// No cost may be larger, so that sums over words, and their squares, are far from overflow.
+/// The largest cost. Sums over words, and their squares, are thus far from overflow.
 const LARGEST_COST: f64 = 1e30;
 
 /// Checks costs `[words, rows]` and `[words, columns]`, and that each word can have a cell of its own. Returns the
@@ -34,18 +34,19 @@ pub(super) fn check(row_costs: &[f64], column_costs: &[f64], rows: usize, column
     Ok(words)
 }
 
-/// Subtracts from each word's costs, `[words, lines]`, its cheapest line's, then rounds: the best assignment stays the
-/// same, and rounding is relative to the differences between lines, not to the costs.
+/// Subtracts from the costs `[words, lines]` of each word that of its cheapest line, then rounds. The best assignment
+/// stays the same, and the rounding is relative to the differences between lines, not to the costs. A line is a row or
+/// a column.
 pub(super) fn relative<T>(costs: &[f64], lines: usize, round: impl Fn(f64) -> T + Copy) -> Vec<T> {
-    let of_word = |of_word: &[f64]| {
-        let least = of_word.iter().copied().fold(f64::INFINITY, f64::min);
-        of_word.iter().map(|cost| round(cost - least)).collect::<Vec<T>>()
+    let differences = |word_costs: &[f64]| {
+        let least = word_costs.iter().copied().fold(f64::INFINITY, f64::min);
+        word_costs.iter().map(|cost| round(cost - least)).collect::<Vec<T>>()
     };
-    costs.chunks(lines).flat_map(of_word).collect()
+    costs.chunks(lines).flat_map(differences).collect()
 }
 
-/// Costs `row_costs[word][row] + column_costs[word][column]` of each word in the cells `row * columns + column`, of
-/// sizes that [`check`] accepts.
+/// Each word costs `row_costs[word][row] + column_costs[word][column]` in the cell `row * columns + column`. The sizes
+/// are those that [`check`] accepts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Costs<'a> {
     pub(super) row_costs: &'a [f32],
@@ -60,29 +61,33 @@ impl<'a> Costs<'a> {
         Costs { row_costs, column_costs, words: row_costs.len() / rows, rows, columns }
     }
 
+    /// Returns the number of cells.
     pub(super) fn cells(&self) -> usize {
         self.rows * self.columns
     }
 
-    pub(super) fn of_rows(&self, word: usize) -> &'a [f32] {
+    /// Returns the costs of a word in each row.
+    pub(super) fn in_rows(&self, word: usize) -> &'a [f32] {
         &self.row_costs[word * self.rows..][..self.rows]
     }
 
-    pub(super) fn of_columns(&self, word: usize) -> &'a [f32] {
+    /// Returns the costs of a word in each column.
+    pub(super) fn in_columns(&self, word: usize) -> &'a [f32] {
         &self.column_costs[word * self.columns..][..self.columns]
     }
 
-    pub(super) fn of_cell(&self, word: usize, cell: usize) -> f64 {
-        let row = self.of_rows(word)[cell / self.columns];
-        f64::from(row) + f64::from(self.of_columns(word)[cell % self.columns])
+    /// Computes the cost of a word in a cell.
+    pub(super) fn in_cell(&self, word: usize, cell: usize) -> f64 {
+        let row = self.in_rows(word)[cell / self.columns];
+        f64::from(row) + f64::from(self.in_columns(word)[cell % self.columns])
     }
 
-    /// How much cheaper the best cell is than the mean.
+    /// Computes how much cheaper than the mean the cheapest cell is.
     pub(super) fn gain(&self, word: usize) -> f64 {
         let gain = |costs: &[f32]| {
             let mean = costs.iter().map(|cost| f64::from(*cost)).sum::<f64>() / costs.len() as f64;
             mean - f64::from(costs.iter().copied().fold(f32::INFINITY, f32::min))
         };
-        gain(self.of_rows(word)) + gain(self.of_columns(word))
+        gain(self.in_rows(word)) + gain(self.in_columns(word))
     }
 }

@@ -1,4 +1,4 @@
-//! Finds a minimum-cost assignment by the Kuhn-Munkres algorithm, in cubic time.
+//! This file finds a minimum-cost assignment by the Kuhn-Munkres algorithm, in cubic time.
 
 use ordered_float::OrderedFloat;
 use pathfinding::kuhn_munkres::kuhn_munkres;
@@ -6,7 +6,7 @@ use pathfinding::matrix::Matrix;
 
 use crate::error::{Error, Result};
 
-/// No cost may be larger: the algorithm adds and subtracts costs, and does not end if a sum is infinite.
+/// The largest cost. The algorithm adds and subtracts costs, and does not end if a sum is infinite.
 const LARGEST_COST: f64 = 1e100;
 
 /// Returns the place of each item, no two alike, at the least sum of costs `[items, places]`.
@@ -37,11 +37,11 @@ mod tests {
 
     use super::*;
 
-    fn total(costs: &[f64], places: usize, of: &[usize]) -> f64 {
-        of.iter().enumerate().map(|(item, place)| costs[item * places + place]).sum()
+    fn total(costs: &[f64], places: usize, place_of: &[usize]) -> f64 {
+        place_of.iter().enumerate().map(|(item, place)| costs[item * places + place]).sum()
     }
 
-    /// The least total over all injections of the items from `item` on.
+    /// Finds the least total over all injections of the items from `item` on.
     fn least(costs: &[f64], items: usize, places: usize, item: usize, taken: &mut Vec<bool>) -> f64 {
         if item == items {
             return 0.0;
@@ -65,12 +65,12 @@ mod tests {
             seeds in prop::collection::vec(-1000i32..1000, 42),
         ) {
             let costs: Vec<f64> = seeds[..items * places].iter().map(|x| f64::from(x % levels) * 0.25).collect();
-            let of = exact(costs.clone(), items, places).unwrap();
-            let mut distinct = of.clone();
+            let place_of = exact(costs.clone(), items, places).unwrap();
+            let mut distinct = place_of.clone();
             distinct.sort_unstable();
             distinct.dedup();
             prop_assert_eq!(distinct.len(), items);
-            prop_assert_eq!(total(&costs, places, &of), least(&costs, items, places, 0, &mut vec![false; places]));
+            prop_assert_eq!(total(&costs, places, &place_of), least(&costs, items, places, 0, &mut vec![false; places]));
         }
     }
 
@@ -84,8 +84,7 @@ mod tests {
 
     #[test]
     fn equal_costs_end() {
-        let of = exact(vec![7.0; 60 * 60], 60, 60).unwrap();
-        let mut places = of.clone();
+        let mut places = exact(vec![7.0; 60 * 60], 60, 60).unwrap();
         places.sort_unstable();
         assert!(places.into_iter().eq(0..60));
     }

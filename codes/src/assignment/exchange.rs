@@ -1,13 +1,14 @@
-//! Improves an assignment: words of a row exchange their columns, and words of a column their rows, where they gain.
+//! This file improves an assignment: words of a row exchange their columns, and words of a column their rows, where two
+//! words together gain by it.
 
 use rayon::prelude::*;
 
 use super::costs::Costs;
 
-/// How many passes are made: few words gain in later ones.
+/// The number of passes. Few words gain in later ones.
 const PASSES: usize = 4;
 
-/// A word and its place in a row or a column.
+/// A word has a place in a row or a column: the pair is the word and the place.
 type Placed = (usize, usize);
 
 /// Exchanges places in each row, then in each column, while two words together, or a word and a free cell, gain by it.
@@ -15,19 +16,20 @@ pub(super) fn exchange(costs: &Costs, cell_of: &mut [usize]) {
     let columns = costs.columns;
     let mut lines = vec![vec![]; costs.rows];
     cell_of.iter().enumerate().for_each(|(word, cell)| lines[cell / columns].push((word, cell % columns)));
-    lines.par_iter_mut().for_each(|row| exchange_places(row, columns, |word| costs.of_columns(word)));
+    lines.par_iter_mut().for_each(|row| exchange_places(row, columns, |word| costs.in_columns(word)));
     for (row, words) in lines.iter().enumerate() {
         words.iter().for_each(|(word, column)| cell_of[*word] = row * columns + column);
     }
 
     let mut lines = vec![vec![]; columns];
     cell_of.iter().enumerate().for_each(|(word, cell)| lines[cell % columns].push((word, cell / columns)));
-    lines.par_iter_mut().for_each(|column| exchange_places(column, costs.rows, |word| costs.of_rows(word)));
+    lines.par_iter_mut().for_each(|column| exchange_places(column, costs.rows, |word| costs.in_rows(word)));
     for (column, words) in lines.iter().enumerate() {
         words.iter().for_each(|(word, row)| cell_of[*word] = row * columns + column);
     }
 }
 
+/// Exchanges the places of the words of one row or column. `costs_of` gives a word's cost at each place.
 fn exchange_places<'a>(words: &mut [Placed], places: usize, costs_of: impl Fn(usize) -> &'a [f32]) {
     let mut is_free = vec![true; places];
     words.iter().for_each(|(_, place)| is_free[*place] = false);
@@ -44,11 +46,11 @@ fn exchange_places<'a>(words: &mut [Placed], places: usize, costs_of: impl Fn(us
                     gained = true;
                 }
             }
-            for (rival, theirs) in earlier {
-                let rivals = costs_of(*rival);
-                let now = f64::from(costs[*place]) + f64::from(rivals[*theirs]);
-                if f64::from(costs[*theirs]) + f64::from(rivals[*place]) < now {
-                    std::mem::swap(place, theirs);
+            for (other, other_place) in earlier {
+                let other_costs = costs_of(*other);
+                let now = f64::from(costs[*place]) + f64::from(other_costs[*other_place]);
+                if f64::from(costs[*other_place]) + f64::from(other_costs[*place]) < now {
+                    std::mem::swap(place, other_place);
                     gained = true;
                 }
             }
@@ -63,7 +65,7 @@ fn exchange_places<'a>(words: &mut [Placed], places: usize, costs_of: impl Fn(us
 mod tests {
     use super::*;
 
-    /// Two rows and three columns.
+    /// Exchanges in a table of two rows and three columns.
     fn exchanged(row_costs: &[f32], column_costs: &[f32], mut cell_of: Vec<usize>) -> Vec<usize> {
         exchange(&Costs::new(row_costs, column_costs, 2, 3), &mut cell_of);
         cell_of

@@ -1,4 +1,4 @@
-//! Finds heavy matchings of words and cells in linear time: they have at least half the greatest weight.
+//! This file finds heavy matchings of words and cells in linear time, with at least half the greatest weight.
 //!
 //! The algorithm repeatedly takes an edge that is heavier than all edges at its ends (Robert Preis: *Linear Time
 //! 1/2-Approximation Algorithm for Maximum Weighted Matching in General Graphs*. STACS 1999). If the edges have a
@@ -7,7 +7,7 @@
 //! its cells, heaviest edge first; each cell keeps the heaviest proposal; a word that is displaced goes on. Each edge
 //! is proposed at most once.
 
-/// A bipartite graph of words and cells in compressed rows.
+/// The graph is bipartite, with words and cells as its nodes, and is stored in compressed rows.
 #[derive(Debug)]
 pub(super) struct Graph {
     /// The edges of word `w` are `starts[w]..starts[w + 1]`.
@@ -16,7 +16,7 @@ pub(super) struct Graph {
     weights: Vec<f64>,
 }
 
-/// Stands for the word of a free cell.
+/// The number that stands for the word of a free cell.
 const FREE: u32 = u32::MAX;
 
 impl Graph {
@@ -32,11 +32,11 @@ impl Graph {
         graph
     }
 
-    /// The cell of each word in the matching of locally heaviest edges. Among equally heavy edges, an edge of a lower
-    /// word comes first, then the earlier edge of a word.
+    /// Returns the cell of each word in the matching of locally heaviest edges. Among equally heavy edges, an edge of a
+    /// lower word comes first, then the earlier edge of a word.
     pub(super) fn matching(&self, cells: usize) -> Vec<Option<usize>> {
         let words = self.starts.len() - 1;
-        // The edge that each cell keeps, and its word.
+        // Each cell keeps the heaviest edge that is proposed to it, with the word of this edge.
         let mut kept = vec![(FREE, 0); cells];
         let mut next: Vec<usize> = self.starts[..words].to_vec();
         for first in 0..words {
@@ -79,13 +79,13 @@ mod tests {
     }
 
     fn weight(edges: &[Vec<(u32, f64)>], matched: &[Option<usize>]) -> f64 {
-        let of = |(word, cell): (usize, &Option<usize>)| {
+        let weight = |(word, cell): (usize, &Option<usize>)| {
             cell.map_or(0.0, |cell| edges[word].iter().find(|edge| edge.0 as usize == cell).expect("an edge").1)
         };
-        matched.iter().enumerate().map(of).sum()
+        matched.iter().enumerate().map(weight).sum()
     }
 
-    /// The greatest weight of a matching of the words from `word` on.
+    /// Finds the greatest weight of a matching of the words from `word` on.
     fn greatest(edges: &[Vec<(u32, f64)>], word: usize, taken: &mut Vec<bool>) -> f64 {
         if word == edges.len() {
             return 0.0;
@@ -118,7 +118,7 @@ mod tests {
     }
 
     prop_compose! {
-        /// Graphs of up to 7 words and 6 cells; few different weights, so that many are equal.
+        /// Makes graphs of up to 7 words and 6 cells. They have few different weights, so that many are equal.
         fn graphs()(
             cells in 1usize..7,
             weights in prop::collection::vec(prop::collection::vec(0u8..12, 6), 0..8),
@@ -137,13 +137,13 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
         #[test]
-        fn at_least_half_the_greatest_weight((edges, cells) in graphs()) {
+        fn a_matching_has_at_least_half_the_greatest_weight((edges, cells) in graphs()) {
             let best = greatest(&edges, 0, &mut vec![false; cells]);
             prop_assert!(2.0 * weight(&edges, &matching(&edges, cells)) >= best);
         }
 
         #[test]
-        fn the_edges_that_are_locally_heaviest((edges, cells) in graphs()) {
+        fn a_matching_has_the_edges_that_are_locally_heaviest((edges, cells) in graphs()) {
             prop_assert_eq!(matching(&edges, cells), greedy(&edges, cells));
         }
 
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn half_is_the_least() {
-        // The middle edge of a path is barely the heaviest: both others, together nearly twice as heavy, are lost.
+        // The middle edge of a path is barely the heaviest. Both others, together nearly twice as heavy, are lost.
         let edges = vec![vec![(1, 1.001), (0, 1.0)], vec![(1, 1.0)]];
         assert_eq!(matching(&edges, 2), [Some(1), None]);
     }

@@ -1,4 +1,4 @@
-//! Puts words into the cells of a table, each into a cell of its own, at a small sum of costs.
+//! This module puts words into the cells of a table, each into a cell of its own, at a small sum of costs.
 
 mod approximate;
 mod cells;
@@ -12,17 +12,17 @@ use crate::checks::check_sizes;
 use crate::error::{Error, Result};
 use costs::{check, relative, Costs};
 
-/// The largest number of costs that [`Assignment::Exact`] holds: 8 GiB.
+/// The largest number of costs that [`Assignment::Exact`] holds. They take 8 GiB.
 const MOST_COSTS: usize = 1 << 30;
 
-/// How words are put into the cells of a table.
+/// An assignment puts words into the cells of a table by one of these methods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Assignment {
-    /// Finds the least cost, by the Kuhn-Munkres algorithm, in time that grows with the cube of the vocabulary.
+    /// The least cost is found by the Kuhn-Munkres algorithm, in time that grows with the cube of the vocabulary.
     Exact,
-    /// Finds a cost that is a few per cent higher, in time that grows with the vocabulary and with the rows and
-    /// columns: heavy matchings pair the words with candidates, the cheapest free cells of each word. If there are only
-    /// hundreds of words, it finds the least cost.
+    /// A cost is found that is a few per cent above the least, in time that grows with the vocabulary and with the rows
+    /// and columns. Heavy matchings pair each word with one of its candidates, which are its cheapest free cells. If
+    /// there are only hundreds of words, the least cost is found.
     Approximate {
         /// The number of candidates of each word.
         candidates: usize,
@@ -66,10 +66,10 @@ pub(crate) fn assign(
         _ => {
             let double = |costs: &[f64], lines| relative(costs, lines, |cost| cost);
             let (row_costs, column_costs) = (double(row_costs, rows), double(column_costs, columns));
-            let of_cells = |(rows, columns): (&[f64], &[f64])| {
+            let cell_costs = |(rows, columns): (&[f64], &[f64])| {
                 rows.iter().flat_map(|row| columns.iter().map(move |column| row + column)).collect::<Vec<f64>>()
             };
-            let costs = row_costs.chunks(rows).zip(column_costs.chunks(columns)).flat_map(of_cells);
+            let costs = row_costs.chunks(rows).zip(column_costs.chunks(columns)).flat_map(cell_costs);
             exact::exact(costs.collect(), words, cells)
         }
     }
@@ -95,8 +95,8 @@ mod tests {
         cell_of.iter().enumerate().map(cost).sum()
     }
 
-    /// Negative log-likelihoods of words that are near some rows and columns, and of rows and columns that all words
-    /// prefer. With Zipf's counts, frequent words have up to a thousand times larger ones.
+    /// Makes negative log-likelihoods of words that are near some rows and columns, where all words prefer some rows
+    /// and columns. With Zipf's counts, those of frequent words are up to a thousand times larger.
     fn costs(words: usize, side: usize, zipf: bool) -> [Vec<f64>; 2] {
         let mut rng = StdRng::seed_from_u64(1);
         [(); 2].map(|()| {
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn row_costs_are_of_rows() {
+    fn row_costs_belong_to_rows() {
         // The word wants the second of two rows, and the third of three columns.
         for method in [Assignment::Exact, APPROXIMATE] {
             assert_eq!(assign(&[1.0, 0.0], &[1.0, 1.0, 0.0], 2, 3, method).unwrap(), [5]);
@@ -164,9 +164,9 @@ mod tests {
     #[test]
     fn wrong_arguments_are_errors() {
         let message = |row_costs: &[f64], column_costs: &[f64], rows, columns| {
-            let of = |method| assign(row_costs, column_costs, rows, columns, method).unwrap_err().to_string();
-            assert_eq!(of(Assignment::Exact), of(APPROXIMATE));
-            of(Assignment::Exact)
+            let error = |method| assign(row_costs, column_costs, rows, columns, method).unwrap_err().to_string();
+            assert_eq!(error(Assignment::Exact), error(APPROXIMATE));
+            error(Assignment::Exact)
         };
         assert_eq!(message(&[0.0; 2], &[0.0; 2], 1, 1), "words: expected at most 1, the number of cells, got 2");
         assert_eq!(message(&[0.0; 3], &[0.0; 2], 2, 2), "row_costs: expected shape [words, 2], got [3]");

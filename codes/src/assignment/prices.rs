@@ -1,11 +1,12 @@
-//! Finds prices of rows or columns, so that not all words ask for the same ones: a line in too great demand becomes
-//! dearer.
+//! This file finds prices of rows or columns, so that not all words ask for the same ones: a line in too great demand
+//! becomes dearer.
 //!
 //! In a full table, prices add the same sum to the cost of every assignment, so that the best one stays the best. They
 //! approximate the Lagrange multipliers of the capacities, by subgradient steps.
 
 use rayon::prelude::*;
 
+/// The number of subgradient steps.
 const STEPS: usize = 40;
 
 /// Finds a price for each line, which is a row or a column, from costs `[words, lines]`. Each line has places for
@@ -29,7 +30,7 @@ pub(super) fn prices(costs: &[f32], lines: usize, capacity: usize) -> Vec<f32> {
     prices
 }
 
-/// How much cheaper the best line is than the mean.
+/// Computes how much cheaper than the mean the cheapest line is.
 fn gain(costs: &[f32]) -> f32 {
     costs.iter().sum::<f32>() / costs.len() as f32 - costs.iter().copied().fold(f32::INFINITY, f32::min)
 }
@@ -37,15 +38,15 @@ fn gain(costs: &[f32]) -> f32 {
 /// Counts the words for which each line is the cheapest. Words without a preference are left out.
 fn demand(costs: &[f32], prices: &[f32]) -> Vec<usize> {
     let lines = prices.len();
-    let count = |mut demand: Vec<usize>, of_word: &[f32]| {
-        let mut best = (f32::INFINITY, 0);
-        for (line, (cost, price)) in of_word.iter().zip(prices).enumerate() {
-            if cost + price < best.0 {
-                best = (cost + price, line);
+    let count = |mut demand: Vec<usize>, word_costs: &[f32]| {
+        let mut cheapest = (f32::INFINITY, 0);
+        for (line, (cost, price)) in word_costs.iter().zip(prices).enumerate() {
+            if cost + price < cheapest.0 {
+                cheapest = (cost + price, line);
             }
         }
-        if of_word.iter().any(|cost| *cost != of_word[0]) {
-            demand[best.1] += 1;
+        if word_costs.iter().any(|cost| *cost != word_costs[0]) {
+            demand[cheapest.1] += 1;
         }
         demand
     };
@@ -59,7 +60,7 @@ mod tests {
 
     #[test]
     fn what_all_prefer_becomes_dear() {
-        // 40 words would all take line 0; the more they would lose in line 1, the more they do so.
+        // All of the 40 words would take line 0. Each loses more in line 1 than the word before it.
         let costs: Vec<f32> = (0..40).flat_map(|word| [0.0, 1.0 + word as f32]).collect();
         assert_eq!(demand(&costs, &[0.0, 0.0]), [40, 0]);
         let demand = demand(&costs, &prices(&costs, 2, 20));

@@ -67,7 +67,7 @@ struct Case {
 }
 
 impl Case {
-    /// Targets are random, or the most probable id of each position.
+    /// Makes a mixture. Its targets are random, or the most probable id of each position.
     fn new(components: usize, scale: f64, are_likely: bool) -> Result<Self> {
         let mut rng = StdRng::seed_from_u64(1);
         // Sums of 12 uniform numbers are nearly normal.
@@ -87,16 +87,16 @@ impl Case {
         Ok(Case { targets: if are_likely { ids.flatten_all()? } else { case.targets.clone() }, ..case })
     }
 
-    /// The relative error of the loss, and the largest errors of the gradients.
+    /// Returns the relative error of the loss, and the largest errors of the gradients.
     fn errors(&self, dtype: DType, precision: Precision) -> Result<Vec<f64>> {
         // The bias and the log-priors of a mixture in half precision are f32.
-        let of_bias = if dtype == DType::BF16 { DType::F32 } else { dtype };
+        let bias_dtype = if dtype == DType::BF16 { DType::F32 } else { dtype };
         let leaf = |tensor: &Tensor, dtype: DType| -> Result<Tensor> { Ok(tensor.to_dtype(dtype)?) };
         let operands = [
             leaf(&self.contexts, dtype)?,
             leaf(&self.weight, dtype)?,
-            leaf(&self.bias, of_bias)?,
-            leaf(&self.log_priors, of_bias)?,
+            leaf(&self.bias, bias_dtype)?,
+            leaf(&self.log_priors, bias_dtype)?,
         ];
         let found = self.results(&operands, precision)?;
         let wide = operands.iter().map(|tensor| leaf(tensor, DType::F64)).collect::<Result<Vec<_>>>()?;
@@ -108,7 +108,7 @@ impl Case {
         Ok(found.iter().zip(&truth).map(error).collect())
     }
 
-    /// The loss, and the gradients of contexts, weight, bias and log-priors.
+    /// Returns the loss, and the gradients of contexts, weight, bias and log-priors.
     fn results(&self, operands: &[Tensor], precision: Precision) -> Result<Vec<Vec<f64>>> {
         let leaves = operands.iter().map(Var::from_tensor).collect::<candle_core::Result<Vec<_>>>()?;
         let mixture = Mixture::new(&leaves[0], Some(&leaves[3]), &leaves[1], Some(&leaves[2]))?;

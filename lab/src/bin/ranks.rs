@@ -1,5 +1,6 @@
-//! Times the loss of a mixture and its gradients, with the vocabulary cut among the processes of an MPI program or whole,
-//! and prints one JSON line: seconds, the memory beyond parameters that a rank needs, and the bytes that it sends.
+//! Times the loss of a mixture and its gradients, with the vocabulary cut among the processes of an MPI program or
+//! whole, and prints one JSON line: seconds, the memory beyond parameters that a rank needs, and the bytes that it
+//! sends.
 //!
 //!     cargo build --release -p lab --features mpi --bin ranks
 //!     RAYON_NUM_THREADS=2 target/release/ranks --whole
@@ -15,7 +16,8 @@ use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use clap::{Parser, ValueEnum};
 use lab::memory::Peak;
-use mos_head::{Collectives, LossOptions, Mixture, Mpi, Numbers, Result, VocabShard};
+use mos_head::distributed::{Collectives, Mpi, Numbers, VocabShard};
+use mos_head::{LossOptions, Mixture, Result};
 use serde_json::json;
 
 #[derive(Parser)]
@@ -28,7 +30,7 @@ struct Args {
     /// How often the step is timed
     #[arg(long, default_value_t = 5)]
     reps: usize,
-    /// Without shards: one process has the whole vocabulary
+    /// Use no shards: one process has the whole vocabulary
     #[arg(long)]
     whole: bool,
 }
@@ -43,18 +45,28 @@ enum Shape {
     Small,
 }
 
+/// The sizes of a mixture.
+struct Sizes {
+    positions: usize,
+    components: usize,
+    /// The size of a context, d.
+    d: usize,
+    vocab: usize,
+}
+
 impl Shape {
-    /// (positions, K, d, vocab)
-    fn sizes(self) -> (usize, usize, usize, usize) {
-        match self {
+    /// Returns the sizes of the published model.
+    fn sizes(self) -> Sizes {
+        let (positions, components, d, vocab) = match self {
             Shape::Ptb => (840, 15, 280, 10_000),
             Shape::Llm => (410, 1, 2048, 128_256),
             Shape::Small => (40, 3, 16, 500),
-        }
+        };
+        Sizes { positions, components, d, vocab }
     }
 }
 
-/// Ranks that count what they send.
+/// These ranks count the bytes that they send.
 #[derive(Debug)]
 struct Counted {
     ranks: Mpi,
@@ -95,14 +107,15 @@ impl Collectives for Counted {
 fn main() -> Result<()> {
     let args = Args::parse();
     let ranks = Arc::new(Counted { ranks: Mpi::new()?, bytes: AtomicUsize::new(0) });
-    let (positions, components, d, vocab) = args.shape.sizes();
+    let Sizes { positions, components, d, vocab } = args.shape.sizes();
     let shard = if args.whole { None } else { Some(VocabShard::new(ranks.clone(), vocab)?) };
     let ids = shard.as_ref().map_or(0..vocab, VocabShard::range);
 
     let device = &Device::Cpu;
-    // The same whatever the ranks are.
-    let values = |of: std::ops::Range<usize>, scale: f64, factor: f64| {
-        (Tensor::arange(of.start as u32, of.end as u32, device)?.to_dtype(DType::F32)? * scale)?.sin()? * factor
+    // The values are the same whatever the number of ranks is.
+    let values = |indices: std::ops::Range<usize>, scale: f64, factor: f64| {
+        (Tensor::arange(indices.start as u32, indices.end as u32, device)?.to_dtype(DType::F32)? * scale)?.sin()?
+            * factor
     };
     let contexts = values(0..positions * components * d, 1.7, 1.0)?.reshape((positions, components, d))?;
     let contexts = Var::from_tensor(&contexts)?;
@@ -135,7 +148,7 @@ fn main() -> Result<()> {
     }
     seconds.sort_by(f64::total_cmp);
     let bytes = ranks.bytes.load(Ordering::Relaxed) / args.reps;
-    // The most of any rank.
+    // The line has the largest peak of any rank.
     let peaks = ranks.all_gather(&[peak.unwrap_or(f64::NAN)])?;
     if ranks.rank() == 0 {
         let line = json!({

@@ -13,7 +13,7 @@ use std::time::Instant;
 #[path = "../../../tests/common/ranks.rs"]
 mod threads;
 
-/// Everything that is random, in four parts of seven streams, the last one smaller.
+/// Returns a recipe with everything that is random, in four parts of seven streams, the last one smaller.
 fn recipe() -> Recipe {
     let awd = Awd { small_batch: Some(2), ..Awd::RANDOM };
     let optimizer = OptimizerKind::Sgd;
@@ -30,7 +30,7 @@ fn session(recipe: &Recipe, ranks: &Ranks) -> Session<LanguageModel> {
     Session::new(HeadKind::Mos, model, data, recipe).unwrap().with_ranks(ranks)
 }
 
-/// What as many threads, each a rank, return.
+/// Runs a function on `count` threads, each a rank, and returns the results.
 fn on_ranks<T: Send>(count: usize, run: impl Fn(&Ranks) -> T + Sync) -> Vec<T> {
     threads::on_ranks(count, |collectives| run(&Ranks::new(collectives)))
 }
@@ -103,8 +103,8 @@ fn legs_of_different_numbers_of_ranks_equal_training_at_once() {
 fn a_batch_has_a_part_for_every_rank() {
     let divided = |batch, small_batch, count| {
         let recipe = Recipe { batch, awd: Awd { small_batch, ..Awd::NONE }, ..Recipe::BASE };
-        let of_rank = |ranks: &Ranks| ranks.divide(&recipe).map(|r| r.awd.small_batch).map_err(|e| e.to_string());
-        on_ranks(count, of_rank).swap_remove(0)
+        let small_batch = |ranks: &Ranks| ranks.divide(&recipe).map(|r| r.awd.small_batch).map_err(|e| e.to_string());
+        on_ranks(count, small_batch).swap_remove(0)
     };
     assert_eq!(divided(20, None, 1), Ok(None));
     assert_eq!(divided(20, None, 3), Ok(Some(7)));

@@ -5,7 +5,7 @@ use crate::sizes::{InitialValues, Sizes};
 use candle_core::Device;
 use std::path::PathBuf;
 
-/// The squares modulo 23: the next id depends on the last two.
+/// Returns the squares modulo 23: the next id depends on the last two.
 fn data(targets: usize) -> Data<u32> {
     let text = |targets| (0..=targets).map(|i| (i * i % 23) as u32).collect();
     Data::new("squares".into(), ["a", "b"], text(targets), text(targets / 9))

@@ -21,25 +21,25 @@ pub struct KeysValues {
 }
 
 impl KeysValues {
-    /// The number of positions.
+    /// Returns the number of positions.
     pub fn positions(&self) -> Result<usize> {
         Ok(self.keys.dim(2)?)
     }
 
-    /// These positions and `later` ones.
+    /// Returns these positions and `later` ones.
     pub fn extended(&self, later: &KeysValues) -> Result<Self> {
         let both = |earlier: &Tensor, later: &Tensor| Tensor::cat(&[earlier, later], 2);
         Ok(Self { keys: both(&self.keys, &later.keys)?, values: both(&self.values, &later.values)? })
     }
 
-    /// The keys and values of these rows of the batch.
+    /// Returns the keys and values of these rows of the batch.
     pub fn select(&self, rows: &Tensor) -> Result<Self> {
         Ok(Self { keys: self.keys.index_select(rows, 0)?, values: self.values.index_select(rows, 0)? })
     }
 }
 
 impl Attention {
-    /// Attention of `heads` heads, which `width` must be a multiple of; variables `query.weight`, ..
+    /// Makes attention of `heads` heads, of which `width` must be a multiple, with variables `query.weight`, ..
     pub fn new(width: usize, heads: usize, vb: VarBuilder) -> Result<Self> {
         if !width.is_multiple_of(heads) {
             return Err(format!("a width of {width} is no multiple of {heads} attention heads").into());
@@ -54,15 +54,15 @@ impl Attention {
         })
     }
 
-    /// The keys and values of inputs `[batch, positions, width]`.
+    /// Returns the keys and values of inputs `[batch, positions, width]`.
     pub fn attended(&self, inputs: &Tensor) -> Result<KeysValues> {
-        let of = |linear: &Linear| self.split(&linear.forward(inputs)?);
-        Ok(KeysValues { keys: of(&self.key)?, values: of(&self.value)? })
+        let heads = |linear: &Linear| self.split(&linear.forward(inputs)?);
+        Ok(KeysValues { keys: heads(&self.key)?, values: heads(&self.value)? })
     }
 
-    /// Inputs `[batch, steps, width]` and what they attend to -> outputs of the inputs' shape. The mask is added to the
-    /// scores `[batch, heads, steps, positions]`: minus infinity hides a position, or a number so low that its weight
-    /// vanishes.
+    /// Computes outputs from inputs `[batch, steps, width]` and what they attend to, in the inputs' shape. The mask is
+    /// added to the scores `[batch, heads, steps, positions]`: minus infinity hides a position, or a number so low that
+    /// its weight vanishes.
     pub fn forward(&self, inputs: &Tensor, attended: &KeysValues, mask: Option<&Tensor>) -> Result<Tensor> {
         let (batch, steps, width) = inputs.dims3()?;
         let scale = ((width / self.heads) as f64).sqrt().recip();
@@ -77,7 +77,7 @@ impl Attention {
         Ok(self.output.forward(&outputs.transpose(1, 2)?.reshape((batch, steps, width))?)?)
     }
 
-    /// `[batch, steps, width]` -> `[batch, heads, steps, width / heads]`.
+    /// Splits `[batch, steps, width]` into `[batch, heads, steps, width / heads]`.
     fn split(&self, values: &Tensor) -> Result<Tensor> {
         let (batch, steps, width) = values.dims3()?;
         let heads = values.reshape((batch, steps, self.heads, width / self.heads))?;
@@ -85,8 +85,8 @@ impl Attention {
     }
 }
 
-/// The mask of `steps` positions after `before` others, each of which attends to itself and to all before it; `[steps,
-/// before + steps]`, in the dtype and on the device of `like`.
+/// Returns the mask of `steps` positions after `before` others, each of which attends to itself and to all before it;
+/// `[steps, before + steps]`, in the dtype and on the device of `like`.
 pub fn causal_mask(steps: usize, before: usize, like: &Tensor) -> Result<Tensor> {
     let is_hidden = |step: usize, position: usize| position > before + step;
     let row =

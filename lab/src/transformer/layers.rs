@@ -79,7 +79,7 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Variables `0.attention.query.weight`, ..
+    /// Makes the layers, with variables `0.attention.query.weight`, ..
     pub fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
         let layer = |i: usize| {
             let attention = NormedAttention::new(sizes, vb.pp(i).pp("attention"))?;
@@ -89,8 +89,8 @@ impl Encoder {
         Ok(Self { layers, norm: norm(sizes.width, vb.pp("norm"))?, dropout: sizes.dropout })
     }
 
-    /// Inputs -> outputs `[batch, positions, width]`; the mask is added to the scores `[batch, heads, positions,
-    /// positions]`. Dropout is applied if a generator for its masks is given.
+    /// Computes outputs from inputs, both `[batch, positions, width]`. The mask is added to the scores `[batch, heads,
+    /// positions, positions]`. Dropout is applied if a generator for its masks is given.
     pub fn forward(&self, inputs: &Tensor, mask: Option<&Tensor>, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
         let mut values = inputs.clone();
         for (NormedAttention { norm, attention }, feed_forward) in &self.layers {
@@ -116,26 +116,26 @@ pub struct Decoder {
     dropout: f64,
 }
 
-/// What a decoder has read: the keys and values of each layer.
+/// The state of a decoder is what it has read: the keys and values of each layer.
 #[derive(Clone)]
 pub struct DecoderState {
-    /// Of the positions so far; `None` before the first.
+    /// The keys and values of the positions so far; `None` before the first.
     past: Vec<Option<KeysValues>>,
-    /// Of the encoder's outputs.
+    /// The keys and values of the encoder's outputs.
     source: Vec<KeysValues>,
     /// Hides positions of the source, as in [`Attention::forward`].
     mask: Tensor,
 }
 
 impl DecoderState {
-    /// The number of positions so far.
+    /// Returns the number of positions so far.
     pub fn positions(&self) -> Result<usize> {
         self.past.first().and_then(Option::as_ref).map_or(Ok(0), KeysValues::positions)
     }
 
-    /// The states of these rows of the batch.
+    /// Returns the states of these rows of the batch.
     pub fn select(&self, rows: &Tensor) -> Result<Self> {
-        let select = |of_layer: &KeysValues| of_layer.select(rows);
+        let select = |layer: &KeysValues| layer.select(rows);
         Ok(Self {
             past: self.past.iter().map(|past| past.as_ref().map(select).transpose()).collect::<Result<_>>()?,
             source: self.source.iter().map(select).collect::<Result<_>>()?,
@@ -145,7 +145,7 @@ impl DecoderState {
 }
 
 impl Decoder {
-    /// Variables `0.itself.query.weight`, `0.source.query.weight`, ..
+    /// Makes the layers, with variables `0.itself.query.weight`, `0.source.query.weight`, ..
     pub fn new(sizes: TransformerSizes, vb: VarBuilder) -> Result<Self> {
         let layer = |i: usize| {
             Ok(DecoderLayer {
@@ -158,29 +158,29 @@ impl Decoder {
         Ok(Self { layers, norm: norm(sizes.width, vb.pp("norm"))?, dropout: sizes.dropout })
     }
 
-    /// The state before the first position, after the encoder's outputs `[batch, positions, width]`; the mask hides those
-    /// of padding, `[batch, 1, 1, positions]`.
+    /// Returns the state before the first position, after the encoder's outputs `[batch, positions, width]`; the mask
+    /// hides those of padding, `[batch, 1, 1, positions]`.
     pub fn start(&self, source: &Tensor, mask: Tensor) -> Result<DecoderState> {
         let source = self.layers.iter().map(|layer| layer.source.attention.attended(source)).collect::<Result<_>>()?;
         Ok(DecoderState { past: vec![None; self.layers.len()], source, mask })
     }
 
-    /// The next inputs -> outputs `[batch, steps, width]`, each from the inputs up to its own; advances `state`. Dropout is
-    /// applied if a generator for its masks is given.
+    /// Computes outputs from the next inputs, both `[batch, steps, width]`. Each output depends on the inputs up to its
+    /// own. Advances `state`. Dropout is applied if a generator for its masks is given.
     pub fn forward(&self, inputs: &Tensor, state: &mut DecoderState, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
         let steps = inputs.dim(1)?;
         let causal = if steps > 1 { Some(causal_mask(steps, state.positions()?, inputs)?) } else { None };
         let mut values = inputs.clone();
         for (layer, (past, source)) in self.layers.iter().zip(state.past.iter_mut().zip(&state.source)) {
-            let DecoderLayer { itself, source: of_source, feed_forward } = layer;
+            let DecoderLayer { itself, source: source_attention, feed_forward } = layer;
             let normed = itself.norm.forward(&values)?;
             let here = itself.attention.attended(&normed)?;
             let so_far = past.take().map_or(Ok(here.clone()), |past| past.extended(&here))?;
             let attended = itself.attention.forward(&normed, &so_far, causal.as_ref())?;
             *past = Some(so_far);
             values = add(&values, attended, self.dropout, rng.as_deref_mut())?;
-            let normed = of_source.norm.forward(&values)?;
-            let attended = of_source.attention.forward(&normed, source, Some(&state.mask))?;
+            let normed = source_attention.norm.forward(&values)?;
+            let attended = source_attention.attention.forward(&normed, source, Some(&state.mask))?;
             values = add(&values, attended, self.dropout, rng.as_deref_mut())?;
             values = add(&values, feed_forward.forward(&values)?, self.dropout, rng.as_deref_mut())?;
         }

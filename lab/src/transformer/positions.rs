@@ -3,8 +3,8 @@
 use crate::Result;
 use candle_core::Tensor;
 
-/// The encodings of Vaswani et al. (2017, section 3.5): sines in the first half of the width and cosines in the second, of
-/// wavelengths from 2 pi to 10,000 x 2 pi.
+/// The encodings of Vaswani et al. (2017, section 3.5): sines in the first half of the width and cosines in the second,
+/// of wavelengths from 2 pi to 10,000 x 2 pi.
 #[derive(Clone, Copy, Debug)]
 pub struct Positions {
     /// The width of an encoding.

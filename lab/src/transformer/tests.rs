@@ -126,12 +126,15 @@ fn outputs_depend_on_no_later_position_and_on_no_padding() {
 fn hidden_positions_get_no_gradient() {
     let (attention, _) = build(|vb| Attention::new(6, 3, vb));
     let (queries, attended) = (values(&[2, 4, 6], 1), Var::from_tensor(&values(&[2, 4, 6], 2)).unwrap());
-    // Of these outputs, the positions of each row that get a gradient.
+    // This finds the positions of each row that get a gradient from the outputs of a step.
     let reached = |mask: &Tensor, step: usize| {
         let outputs = attention.forward(&queries, &attention.attended(&attended).unwrap(), Some(mask)).unwrap();
         let sum = (outputs.narrow(1, step, 1).unwrap() * values(&[2, 1, 6], 9)).unwrap().sum_all().unwrap();
         let gradients = sum.backward().unwrap().get(&attended).unwrap().to_vec3::<f64>().unwrap();
-        gradients.into_iter().map(|row| row.iter().map(|of| of.iter().any(|&x| x != 0.0)).collect()).collect()
+        gradients
+            .into_iter()
+            .map(|row| row.iter().map(|gradient| gradient.iter().any(|&x| x != 0.0)).collect())
+            .collect()
     };
     for step in 0..4 {
         let both: Vec<Vec<bool>> = reached(&causal_mask(4, 0, &queries).unwrap(), step);

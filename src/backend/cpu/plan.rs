@@ -25,10 +25,9 @@ const DECODING_ROWS: usize = 64;
 const MOST_TOP_K: usize = 64;
 
 /// Two passes serve whatever needs every logit again once the log-sum-exps of all components are known: the mixture's
-/// log-probabilities of all ids (label smoothing, log-probabilities, decoding), and the filter, which
-/// leaves rows out of the second product as well. They are also faster for the loss alone of a few rows. One pass
-/// serves all other losses and the most probable ids of one component, and only it knows the targets of a sampled
-/// softmax.
+/// log-probabilities of all ids (label smoothing, log-probabilities, decoding). They are also faster for the loss alone of
+/// a few rows. One pass serves all other losses and the most probable ids of one component, and only it knows the targets
+/// of a sampled softmax.
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
@@ -40,8 +39,9 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
         {
             Computation::OnePass
         }
-        Task { all_ids: true, .. } | Task { soft_targets: true, .. } => Computation::TwoPasses,
-        Task { filters: true, .. } | Task { few_rows: true, .. } => Computation::TwoPasses,
+        Task { all_ids: true, .. } | Task { soft_targets: true, .. } | Task { few_rows: true, .. } => {
+            Computation::TwoPasses
+        }
         Task { needs_grad, .. } if !needs_grad.any() && rows <= FEW_ROWS => Computation::TwoPasses,
         _ => Computation::OnePass,
     }

@@ -74,17 +74,9 @@ KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, Scored score
     __shared__ float of_warps[WARPS];
     functions::row_soft_mass(logits, objective, rows, scored, log_probs, INDICES, of_warps);
 }
-KERNEL position_scales(Objective objective, Rows rows, float *log_prior_gradient, float *own_gradient, float *masses,
-                       int positions, int components) {
-    functions::position_scales(objective, rows, log_prior_gradient, own_gradient, masses, positions, components,
-                               INDICES);
-}
-KERNEL live_rows(Rows rows, int *live, int *count, int row_count) {
-    __shared__ int of_threads[BLOCK];
-    functions::live_rows(rows, live, count, row_count, threadIdx.x, of_threads);
-}
-KERNEL scatter_rows(const float *gathered, const int *live, float *all, int columns) {
-    functions::scatter_rows(gathered, live, all, columns, INDICES);
+KERNEL position_scales(Objective objective, Rows rows, float *log_prior_gradient, float *own_gradient, int positions,
+                       int components) {
+    functions::position_scales(objective, rows, log_prior_gradient, own_gradient, positions, components, INDICES);
 }
 KERNEL position_targets(const i64 *targets, const float *position_weights, const float *class_weights, i64 ignore_index,
                         int ignores, float smoothing, int *ids, float *hard, float *weights, float *counts,
@@ -106,11 +98,8 @@ KERNEL position_weighting(const float *weights, const float *upstream, const flo
                                      largest_of_warps);                                                                \
     }                                                                                                                  \
     KERNEL row_gradient_##name(Logits logits, Objective objective, Rows rows, Scored scored, const float *log_probs,   \
-                               const int *live, T *gradient) {                                                         \
-        functions::row_gradient(logits, objective, rows, scored, log_probs, live, gradient, INDICES);                  \
-    }                                                                                                                  \
-    KERNEL gather_rows_##name(const T *all, const int *live, T *gathered, int columns) {                               \
-        functions::gather_rows(all, live, gathered, columns, INDICES);                                                 \
+                               T *gradient) {                                                                          \
+        functions::row_gradient(logits, objective, rows, scored, log_probs, gradient, INDICES);                        \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

@@ -33,20 +33,19 @@ pub(in crate::backend) struct ObjectiveArgument {
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::backend) struct TermsArgument {
     z_loss: f32,
-    filter: f32,
     unit: f32,
 }
 
 impl TermsArgument {
     /// `unit` multiplies the gradient of the logits.
     pub(in crate::backend) fn new(terms: &objective::LossTerms, unit: f32) -> Self {
-        TermsArgument { z_loss: terms.z_loss as f32, filter: terms.gradient_filter as f32, unit }
+        TermsArgument { z_loss: terms.z_loss as f32, unit }
     }
 
     /// The bytes in the order of the structure.
     #[cfg(any(feature = "metal", all(test, target_os = "linux")))]
     pub(in crate::backend) fn bytes(&self) -> Vec<u8> {
-        [self.z_loss, self.filter, self.unit].iter().flat_map(|x| x.to_ne_bytes()).collect()
+        [self.z_loss, self.unit].iter().flat_map(|x| x.to_ne_bytes()).collect()
     }
 }
 

@@ -1,8 +1,6 @@
 //! The gradients of a loss on a GPU: what accumulates over the chunks, and the gradient of a chunk's logits, an operand
 //! of the second and third product.
 
-use std::ops::Range;
-
 use candle_core::{DType, Tensor};
 
 use super::chunks::{matrix, Chunks, InputPart};
@@ -35,28 +33,6 @@ pub(super) enum LogitGradient {
     InPlace,
     /// `[rows of a chunk, stride]`, in the dtype of the products
     Separate(Buffer),
-    /// `[rows of a chunk, stride]`, of the rows that the filter keeps
-    Filtered(Buffer, Live),
-}
-
-/// The rows of a chunk that the filter keeps. Products with the gradient of the logits use only these.
-pub(super) struct Live {
-    /// `[rows of a chunk]`: their indices
-    pub(super) rows: Buffer,
-    /// `[1]`: their number, on the device
-    pub(super) count: Buffer,
-    /// Their number, read back
-    pub(super) known_count: usize,
-    /// As the parts of the inputs
-    pub(super) parts: Vec<LivePart>,
-}
-
-/// Some columns of the live rows.
-pub(super) struct LivePart {
-    /// `[rows of a chunk, columns]`: their contexts
-    pub(super) contexts: Buffer,
-    /// `[rows of a chunk, columns]`
-    pub(super) context_gradients: Buffer,
 }
 
 pub(super) struct BiasGradient {
@@ -68,7 +44,6 @@ pub(super) struct BiasGradient {
 impl DeviceGradients {
     pub(super) fn new<G: Gpu>(
         chunks: &Chunks<'_, G>,
-        filters: bool,
         has_own: bool,
         so_far: Option<Tensor>,
         needs_grad: NeedsGrad,
@@ -91,24 +66,9 @@ impl DeviceGradients {
         };
         let of_parts = [(needs_grad.weight, so_far), (needs_grad.adapter, None)];
         Ok(DeviceGradients {
-            logits: match (filters, dtype) {
-                (false, DType::F32) => LogitGradient::InPlace,
-                (false, _) => LogitGradient::Separate(zeros(rows * stride, dtype)?),
-                (true, _) => {
-                    let part = |part: &InputPart| {
-                        Ok(LivePart {
-                            contexts: zeros(rows * part.width, inputs.dtype)?,
-                            context_gradients: zeros(rows * part.width, DType::F32)?,
-                        })
-                    };
-                    let live = Live {
-                        rows: zeros(*rows, DType::U32)?,
-                        count: zeros(1, DType::U32)?,
-                        known_count: 0,
-                        parts: inputs.parts.iter().map(part).collect::<Result<_>>()?,
-                    };
-                    LogitGradient::Filtered(zeros(rows * stride, dtype)?, live)
-                }
+            logits: match dtype {
+                DType::F32 => LogitGradient::InPlace,
+                _ => LogitGradient::Separate(zeros(rows * stride, dtype)?),
             },
             parts: inputs.parts.iter().zip(of_parts).map(part).collect::<Result<_>>()?,
             log_priors: zeros(positions * components, DType::F32)?,
@@ -124,38 +84,12 @@ impl DeviceGradients {
         })
     }
 
-    pub(super) fn live(&self) -> Option<&Live> {
-        match &self.logits {
-            LogitGradient::Filtered(_, live) => Some(live),
-            LogitGradient::InPlace | LogitGradient::Separate(_) => None,
-        }
-    }
-
     /// The gradient of the chunk's logits, `[rows, vocab]`, as an operand of a product.
     pub(super) fn logit_matrix<G>(&self, chunks: &Chunks<'_, G>) -> DeviceMatrix {
         let buffer = match &self.logits {
             LogitGradient::InPlace => &chunks.logits,
-            LogitGradient::Separate(gradient) | LogitGradient::Filtered(gradient, _) => gradient,
+            LogitGradient::Separate(gradient) => gradient,
         };
         matrix(buffer, 0, chunks.stride)
-    }
-
-    /// The number of rows of this matrix.
-    pub(super) fn row_count<G: Gpu>(&self, chunks: &Chunks<'_, G>, positions: &Range<usize>) -> usize {
-        self.live().map_or(chunks.inputs.rows(positions).len(), |live| live.known_count)
-    }
-
-    /// Some columns of the contexts of these rows.
-    pub(super) fn contexts<G: Gpu>(
-        &self,
-        chunks: &Chunks<'_, G>,
-        positions: &Range<usize>,
-        part: usize,
-    ) -> DeviceMatrix {
-        let of_inputs = &chunks.inputs.parts[part];
-        match self.live() {
-            Some(live) => matrix(&live.parts[part].contexts, 0, of_inputs.width),
-            None => matrix(&of_inputs.contexts, chunks.inputs.rows(positions).start, of_inputs.width),
-        }
     }
 }

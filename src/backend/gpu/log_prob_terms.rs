@@ -25,7 +25,7 @@ pub(super) fn log_prob_loss(
         let upstream = zeros(&[0, operands.sizes.vocab])?;
         let gradients = backend.loss(operands, &Objective::LogProbs { upstream }, needs_grad, plan)?.gradients;
         let (objective, nll, sum, count) = (zeros(&[0])?, zeros(&[0])?, zeros(&[])?, zeros(&[])?);
-        return Ok(LossResults { objective, nll, sum, count, is_correct: None, dropped_mass: None, gradients });
+        return Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients });
     }
     let (mut values, mut gradients) = (Vec::new(), Vec::new());
     let of_chunk = |positions: Range<usize>| {
@@ -49,7 +49,7 @@ pub(super) fn log_prob_loss(
     let (sum, nll) = (objective.sum_all()?, objective.clone());
     let count = Tensor::full(operands.sizes.positions as f32, (), device)?;
     let gradients = joined(gradients)?;
-    Ok(LossResults { objective, nll, sum, count, is_correct: None, dropped_mass: None, gradients })
+    Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients })
 }
 
 /// The gradients of all positions: for contexts and log-priors side by side, for the decoder summed.

@@ -8,7 +8,7 @@ use super::arguments::{self, Argument};
 use super::chunks::{is_argmax, matrix, Chunks, Mixed};
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
 use super::device_scores::DeviceScores;
-use super::gradients::{DeviceGradients, LogitGradient};
+use super::gradients::DeviceGradients;
 use super::objective::DeviceObjective;
 use super::own_targets::OwnTargets;
 use super::shared_targets::{of_all_ranks, SharedTargets};
@@ -44,28 +44,19 @@ pub(super) fn loss<G: Gpu>(
 
     let positions = operands.sizes.positions;
     let of_positions = |padded: &Tensor| padded.narrow(0, 0, positions);
-    let LossChunks { objective, results: DeviceResults { nll, losses, argmax, masses }, .. } = &chunks;
+    let LossChunks { objective, results: DeviceResults { nll, losses, argmax }, .. } = &chunks;
     let [nll, losses] = [nll, losses].map(|buffer| &buffer.tensor);
     let Some(ids) = &objective.ids else {
         // The caller has the log-probabilities, and needs only the gradients.
         let (objective, nll) = (of_positions(losses)?, of_positions(nll)?);
         let (sum, count) = (losses.sum_all()?, losses.zeros_like()?.sum_all()?);
         let gradients = chunks.into_gradients(needs_grad)?;
-        return Ok(LossResults { objective, nll, sum, count, is_correct: None, dropped_mass: None, gradients });
+        return Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients });
     };
     let weighted = weigh(&ids.weights.tensor, losses)?;
     // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
     let is_correct = || is_argmax(&argmax.tensor, &ids.ids.tensor, &nll.neg()?)?.narrow(0, 0, positions);
     let is_correct = objective.terms.correct.then(is_correct).transpose()?;
-    let share_of_dropped = || {
-        let masses = masses.tensor.reshape(((), 2))?;
-        let weights = ids.weights.tensor.abs()?;
-        let total = |column| weigh(&weights, &masses.narrow(1, column, 1)?.squeeze(1)?.contiguous()?)?.sum_all();
-        let (dropped, all) = (total(0)?, total(1)?);
-        let is_zero = all.eq(0f32)?;
-        is_zero.where_cond(&dropped.zeros_like()?, &(dropped / &all)?)
-    };
-    let dropped_mass = (objective.terms.gradient_filter > 0.0).then(share_of_dropped).transpose()?;
     let (objective, nll) = (of_positions(&weighted)?, of_positions(nll)?);
     let (sum, count) = (weighted.sum_all()?, ids.count.clone());
     let of_own_logits = chunks.own_gradient()?;
@@ -78,7 +69,7 @@ pub(super) fn loss<G: Gpu>(
         Some(shard) => of_all_ranks(shard, gradients)?,
         None => gradients,
     };
-    Ok(LossResults { objective, nll, sum, count, is_correct, dropped_mass, gradients })
+    Ok(LossResults { objective, nll, sum, count, is_correct, gradients })
 }
 
 /// `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.
@@ -124,8 +115,6 @@ struct DeviceResults {
     nll: Buffer,
     losses: Buffer,
     argmax: Buffer,
-    /// `[positions, 2]`: the magnitude of the mass that the filter drops, and of all mass
-    masses: Buffer,
 }
 
 impl<'a, G: Gpu> LossChunks<'a, G> {
@@ -141,14 +130,13 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let gradients = || {
             let so_far = so_far.filter(|_| needs_grad.weight).and_then(SoFar::take);
             let has_own = matches!(targets, DeviceTargets::Own(_));
-            DeviceGradients::new(&chunks, objective.terms.gradient_filter > 0.0, has_own, so_far, needs_grad)
+            DeviceGradients::new(&chunks, has_own, so_far, needs_grad)
         };
         Ok(LossChunks {
             results: DeviceResults {
                 nll: zeros(positions, DType::F32)?,
                 losses: zeros(positions, DType::F32)?,
                 argmax: zeros(positions, DType::U32)?,
-                masses: zeros(2 * positions, DType::F32)?,
             },
             gradients: needs_grad.any().then(gradients).transpose()?,
             targets,
@@ -193,30 +181,6 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let own = if let DeviceTargets::Own(logits) = &self.targets { Some(logits) } else { None };
         self.chunks.arguments(positions, self.objective.argument(positions.start), own)
     }
-
-    /// Finds the rows that have a gradient. Reading back their number, the size of the next products, synchronizes.
-    fn find_live(&mut self, positions: &Range<usize>) -> Result<()> {
-        let [.., row_values] = self.arguments(positions);
-        let Chunks { gpu, inputs, .. } = &self.chunks;
-        let rows = inputs.rows(positions);
-        let Some(DeviceGradients { logits: LogitGradient::Filtered(_, live), .. }) = &mut self.gradients else {
-            return Ok(());
-        };
-        let (indices, count) = (live.rows.at(0), Argument::Write(live.count.at(0)));
-        let row_count = Argument::Int(rows.len() as i32);
-        gpu.launch("live_rows", 1, &[row_values, Argument::Write(indices), count, row_count])?;
-        live.known_count = live.count.tensor.to_vec1::<u32>()?[0] as usize;
-        for (part, of_live) in inputs.parts.iter().zip(&live.parts) {
-            let arguments = [
-                Argument::Read(part.contexts.at(rows.start * part.width)),
-                Argument::Read(indices),
-                Argument::Write(of_live.contexts.at(0)),
-                Argument::Int(part.width as i32),
-            ];
-            gpu.launch(&format!("gather_rows_{}", inputs.dtype.as_str()), live.known_count, &arguments)?;
-        }
-        Ok(())
-    }
 }
 
 impl<G: Gpu> Steps for LossChunks<'_, G> {
@@ -235,7 +199,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let arguments @ [logits, objective, row_values] = self.arguments(&positions);
         let [position_count, components] = [positions.len(), components].map(|n| Argument::Int(n as i32));
 
-        let DeviceResults { nll, losses, argmax, masses } = &self.results;
+        let DeviceResults { nll, losses, argmax } = &self.results;
         let [nll, losses, argmax] = [nll, losses, argmax].map(|buffer| buffer.at(positions.start));
         let [of_nll, of_losses] = [nll, losses].map(Argument::Write);
         let position_loss = [objective, row_values, of_nll, of_losses, position_count, components];
@@ -257,30 +221,21 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
             let arguments = [logits, objective, row_values, scored_values, log_probs];
             gpu.launch("row_soft_mass", rows.len(), &arguments)?;
         }
-        if self.gradients.is_none() && self.objective.terms.gradient_filter == 0.0 {
-            return Ok(());
-        }
-        let log_priors = self.gradients.as_ref().map_or(0, |gradients| gradients.log_priors.at(rows.start));
-        let own = self.gradients.as_ref().and_then(|gradients| gradients.own.as_ref());
-        let own = own.map_or(0, |own| own.at(rows.start));
-        let [log_priors, own, masses] = [log_priors, own, masses.at(2 * positions.start)].map(Argument::Write);
-        let arguments = [objective, row_values, log_priors, own, masses, position_count, components];
-        gpu.launch("position_scales", position_blocks, &arguments)?;
-        self.find_live(&positions)?;
         let Some(gradients) = &self.gradients else { return Ok(()) };
-        let row_count = gradients.row_count(&self.chunks, &positions);
-        let live = Argument::Read(gradients.live().map_or(0, |live| live.rows.at(0)));
+        let own = gradients.own.as_ref().map_or(0, |own| own.at(rows.start));
+        let [log_priors, own] = [gradients.log_priors.at(rows.start), own].map(Argument::Write);
+        let arguments = [objective, row_values, log_priors, own, position_count, components];
+        gpu.launch("position_scales", position_blocks, &arguments)?;
         let matrix_of_logits = gradients.logit_matrix(&self.chunks);
         let kernel = format!("row_gradient_{}", matrix_of_logits.dtype.as_str());
         let to = Argument::Write(matrix_of_logits.address);
-        gpu.launch(&kernel, row_count, &[logits, objective, row_values, scored_values, log_probs, live, to])?;
+        gpu.launch(&kernel, rows.len(), &[logits, objective, row_values, scored_values, log_probs, to])?;
 
-        // Without live rows there is nothing to add: the gradients start as zeros.
-        let Some(bias) = gradients.bias.as_ref().filter(|_| row_count > 0) else { return Ok(()) };
+        let Some(bias) = &gradients.bias else { return Ok(()) };
         gpu.multiply(&DeviceProduct {
             m: vocab,
             n: 1,
-            k: row_count,
+            k: rows.len(),
             lhs: DeviceMatrix { transposed: true, ..matrix_of_logits },
             rhs: matrix(&bias.ones, 0, 1),
             out: bias.sum.at(0),
@@ -293,30 +248,20 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let Chunks { gpu, inputs, .. } = &self.chunks;
         let Some(gradients) = &self.gradients else { return Ok(()) };
-        let row_count = gradients.row_count(&self.chunks, &positions);
-        for (i, (part, gradient)) in inputs.parts.iter().zip(&gradients.parts).enumerate() {
+        let rows = inputs.rows(&positions);
+        for (part, gradient) in inputs.parts.iter().zip(&gradients.parts) {
             let Some(contexts) = &gradient.contexts else { continue };
-            let destination = contexts.at(inputs.rows(&positions).start * part.width);
-            let live = gradients.live().map(|live| (live, live.parts[i].context_gradients.at(0)));
             gpu.multiply(&DeviceProduct {
-                m: row_count,
+                m: rows.len(),
                 n: part.width,
                 k: inputs.sizes.vocab,
                 lhs: gradients.logit_matrix(&self.chunks),
                 rhs: part.decoder(false),
-                out: live.map_or(destination, |(_, of_live)| of_live),
+                out: contexts.at(rows.start * part.width),
                 out_stride: part.width,
                 alpha: self.objective.alpha(),
                 accumulate: false,
             })?;
-            let Some((live, of_live)) = live else { continue };
-            let arguments = [
-                Argument::Read(of_live),
-                Argument::Read(live.rows.at(0)),
-                Argument::Write(destination),
-                Argument::Int(part.width as i32),
-            ];
-            gpu.launch("scatter_rows", row_count, &arguments)?;
         }
         Ok(())
     }
@@ -324,18 +269,15 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let Chunks { gpu, inputs, .. } = &self.chunks;
         let Some(gradients) = &self.gradients else { return Ok(()) };
-        let row_count = gradients.row_count(&self.chunks, &positions);
-        if row_count == 0 {
-            return Ok(());
-        }
-        for (i, (part, gradient)) in inputs.parts.iter().zip(&gradients.parts).enumerate() {
+        let rows = inputs.rows(&positions);
+        for (part, gradient) in inputs.parts.iter().zip(&gradients.parts) {
             let Some(decoder) = &gradient.decoder else { continue };
             gpu.multiply(&DeviceProduct {
                 m: inputs.sizes.vocab,
                 n: part.width,
-                k: row_count,
+                k: rows.len(),
                 lhs: DeviceMatrix { transposed: true, ..gradients.logit_matrix(&self.chunks) },
-                rhs: gradients.contexts(&self.chunks, &positions, i),
+                rhs: matrix(&part.contexts, rows.start, part.width),
                 out: decoder.at(0),
                 out_stride: part.width,
                 alpha: self.objective.alpha(),

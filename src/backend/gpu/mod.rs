@@ -1,7 +1,6 @@
 //! The common part of the GPU backends: mixtures are computed chunk by chunk, with matrix products from the device's
 //! library and row kernels from one source (`rows.h`). A loss over the whole vocabulary synchronizes with the device
-//! only to read back the number of live rows if the gradient filter is on, and, if ranks share the vocabulary, what they
-//! exchange.
+//! only if ranks share the vocabulary, to read back what they exchange.
 //!
 //! Only a [`Gpu`] knows a device's libraries, so the tests can run the same kernels and launches on a machine without a
 //! GPU (module `testing`).
@@ -140,17 +139,14 @@ const MAX_K_ON_DEVICE: usize = 64;
 
 /// The plan of a task with these sizes and operands of `dtype`.
 fn plan(kind: &GpuKind, sizes: Sizes, dtype: DType, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let Sizes { components, context_dim, vocab, .. } = sizes;
+    let Sizes { components, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let f32_size = DType::F32.size_in_bytes();
     let gradient_dtype = kind.gradient_dtype(dtype);
-    let in_place = gradient_dtype == DType::F32 && !task.filters;
-    let gradient = if in_place { 0 } else { stride * gradient_dtype.size_in_bytes() };
-    // The contexts of the live rows, their gradient, and the indices of the rows.
-    let live = if task.filters { context_dim * (dtype.size_in_bytes() + f32_size) + f32_size } else { 0 };
+    let gradient = if gradient_dtype == DType::F32 { 0 } else { stride * gradient_dtype.size_in_bytes() };
     let (of_row, of_all) = (kind.product_bytes)(sizes, dtype);
     // Logits, their gradient in the dtype of the products, and seven f32 values.
-    let row = stride * f32_size + gradient + live + of_row + 8 * f32_size;
+    let row = stride * f32_size + gradient + of_row + 8 * f32_size;
     let (has_log_probs, scores) = match task.scores {
         Some(ScoreTask { candidates, all_ids, .. }) => (all_ids, numbers_of_scores(candidates, components) * f32_size),
         None => (task.soft_targets, 0),

@@ -56,7 +56,6 @@ struct Logits {
 // The numbers of an objective.
 struct Terms {
     float z_loss;
-    float filter;
     float unit; // another factor of the gradient of the logits, against underflow in f16
 };
 
@@ -94,7 +93,7 @@ struct Rows {
     FUNCTION GLOBAL float &mass(i64 row) const { return numbers[4 * count + row]; }
     // The factor of softmax_k in the gradient.
     FUNCTION GLOBAL float &softmax_scale(i64 row) const { return numbers[5 * count + row]; }
-    // sum_v |q_v| r_k(v), which the filter compares: weights of both signs may cancel in the mass.
+    // sum_v |q_v| r_k(v), which is zero if no logit has a gradient: weights of both signs may cancel in the mass.
     FUNCTION GLOBAL float &size(i64 row) const { return numbers[6 * count + row]; }
 
     FUNCTION float joint(i64 row, float logit) const {
@@ -481,55 +480,30 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, Score
     }
 }
 
-// One thread per position: the factors of its rows' gradients, the gradients of its log-priors and of its target's own
-// logits (each unless null), and two magnitudes: of the mass that the filter drops, and of all its mass.
+// One thread per position: the factors of its rows' gradients, the gradients of its log-priors and, unless null, of its
+// target's own logits.
 FUNCTION void position_scales(Objective objective, Rows rows, GLOBAL float *log_prior_gradient,
-                              GLOBAL float *own_gradient, GLOBAL float *masses, int positions, int components,
-                              uint block, uint tid) {
+                              GLOBAL float *own_gradient, int positions, int components, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;
     if (t >= positions) return;
     const float scale = objective.scale(t);
-    float total = 0.f, lost = 0.f;
-    for (int k = 0; k < components; ++k) total += rows.size(t * components + k);
-    const float least = objective.terms.filter * total;
     for (int k = 0; k < components; ++k) {
         const i64 r = t * components + k;
         const float mass = rows.mass(r);
-        if (log_prior_gradient) log_prior_gradient[r] = weighted(scale, -mass);
+        log_prior_gradient[r] = weighted(scale, -mass);
         if (own_gradient) {
             const float of_target = exponential(rows.target_logit(r) - rows.largest(r) - rows.log_sum(r));
             own_gradient[r] = weighted(scale, weighted(mass, of_target) - rows.hard_mass(r));
         }
-        const bool dropped = rows.size(r) < least;
-        if (dropped) lost += rows.size(r);
         const float lse = rows.largest(r) + rows.log_sum(r);
         const float softmax_scale = scale * (mass + 2.f * objective.terms.z_loss / components * lse);
         const bool ignored = objective.ids && objective.ids[t] == IGNORED;
         // The parts of the softmax and of the targets may cancel in their sum, but not in each logit.
         const bool is_zero = softmax_scale == 0.f && rows.size(r) == 0.f;
-        const bool is_dead = ignored || scale == 0.f || is_zero || dropped;
-        rows.softmax_scale(r) = is_dead ? 0.f : softmax_scale;
-        if (is_dead) rows.hard_mass(r) = minus_infinity();
+        const bool has_no_gradient = ignored || scale == 0.f || is_zero;
+        rows.softmax_scale(r) = has_no_gradient ? 0.f : softmax_scale;
+        if (has_no_gradient) rows.hard_mass(r) = minus_infinity();
     }
-    masses[2 * t] = lost;
-    masses[2 * t + 1] = total;
-}
-
-// One block: the indices of the rows that have a gradient, in ascending order, and their number.
-FUNCTION void live_rows(Rows rows, GLOBAL int *live, GLOBAL int *count, int row_count, uint tid,
-                        SHARED int *of_threads) {
-    const int each = (row_count + BLOCK - 1) / BLOCK;
-    const int first = (int)tid * each, last = first + each < row_count ? first + each : row_count;
-    int n = 0;
-    for (int r = first; r < last; ++r) n += rows.hard_mass(r) != minus_infinity();
-    of_threads[tid] = n;
-    synchronize();
-    int at = 0;
-    for (uint other = 0; other < tid; ++other) at += of_threads[other];
-    for (int r = first; r < last; ++r) {
-        if (rows.hard_mass(r) != minus_infinity()) live[at++] = r;
-    }
-    if (tid == BLOCK - 1) *count = at;
 }
 
 // What the gradient of one row's logits depends on.
@@ -550,16 +524,14 @@ struct RowGradient {
     }
 };
 
-// One block per row of the result: the gradient of the logits of the row of this index, or of the live row of this
-// index unless `live` is null, rounded to the type of the products. `gradient` may be the logits themselves if its type
-// is f32 and `live` is null.
+// One block per row: the gradient of its logits, rounded to the type of the products. `gradient` may be the logits
+// themselves if its type is f32.
 template <typename T>
 FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, Scored scored,
-                           GLOBAL const float *log_probs, GLOBAL const int *live, GLOBAL T *gradient, uint block,
-                           uint tid) {
-    const i64 r = live ? live[block] : block, t = r / logits.components;
+                           GLOBAL const float *log_probs, GLOBAL T *gradient, uint block, uint tid) {
+    const i64 r = block, t = r / logits.components;
     GLOBAL const float *row = logits.z + r * logits.stride;
-    GLOBAL T *to = gradient + (i64)block * logits.stride;
+    GLOBAL T *to = gradient + r * logits.stride;
     const float hard_mass = rows.hard_mass(r);
     if (hard_mass == minus_infinity()) {
         for (int v = tid; v < logits.stride; v += BLOCK) store(to + v, 0.f);
@@ -598,23 +570,6 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, Scored
         }
         store(to + v, g == 0.f ? 0.f : g * logits.slope(logit));
     }
-}
-
-// One block per live row: gathers its elements.
-template <typename T>
-FUNCTION void gather_rows(GLOBAL const T *all, GLOBAL const int *live, GLOBAL T *gathered, int columns, uint block,
-                          uint tid) {
-    GLOBAL const T *from = all + (i64)live[block] * columns;
-    GLOBAL T *to = gathered + (i64)block * columns;
-    for (int i = tid; i < columns; i += BLOCK) to[i] = from[i];
-}
-
-// One block per live row: scatters its gathered elements back to their row.
-FUNCTION void scatter_rows(GLOBAL const float *gathered, GLOBAL const int *live, GLOBAL float *all, int columns,
-                           uint block, uint tid) {
-    GLOBAL const float *from = gathered + (i64)block * columns;
-    GLOBAL float *to = all + (i64)live[block] * columns;
-    for (int i = tid; i < columns; i += BLOCK) to[i] = from[i];
 }
 
 // One thread per position: the row of the target, which is among `rows` of the vocabulary's from `first` on, or why there is

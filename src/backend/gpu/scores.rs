@@ -73,5 +73,5 @@ pub(super) fn score_loss<G: Gpu>(
     };
     let count = Tensor::full(positions as f32, (), device)?;
     let gradients = loss.into_gradients(needs_grad)?;
-    Ok(LossResults { objective, nll, sum, count, is_correct: None, dropped_mass: None, gradients })
+    Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients })
 }

@@ -131,7 +131,7 @@ struct ScoredNumbers {
             of_logits.components                                                                                       \
     }
 // Field by field, because no constructor copies a whole struct out of the constant address space.
-#define TERMS(terms) { terms.z_loss, terms.filter, terms.unit }
+#define TERMS(terms) { terms.z_loss, terms.unit }
 #define OBJECTIVE_AT(first)                                                                                            \
     Objective {                                                                                                        \
         GIVEN(first, ids), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                   \
@@ -173,22 +173,14 @@ KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_pr
                              of_warps);
 }
 KERNEL position_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *own_gradient,
-                       device float *masses, constant int &positions, constant int &components, INDICES) {
-    functions::position_scales(OBJECTIVE_AT(0), ROWS_AT(6), GIVEN(10, log_prior_gradient), GIVEN(11, own_gradient),
-                               masses, positions, components, block, tid);
+                       constant int &positions, constant int &components, INDICES) {
+    functions::position_scales(OBJECTIVE_AT(0), ROWS_AT(6), log_prior_gradient, GIVEN(11, own_gradient), positions,
+                               components, block, tid);
 }
-KERNEL live_rows(ROWS, device int *live, device int *count, constant int &row_count, INDICES) {
-    SHARED_ARRAY(int, of_threads, BLOCK);
-    functions::live_rows(ROWS_AT(0), live, count, row_count, tid, of_threads);
-}
-KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_probs, device const int *live,
-                        device float *gradient, INDICES) {
-    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs),
-                            GIVEN(17, live), gradient, block, tid);
-}
-KERNEL scatter_rows(device const float *gathered, device const int *live, device float *all, constant int &columns,
-                    INDICES) {
-    functions::scatter_rows(gathered, live, all, columns, block, tid);
+KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_probs, device float *gradient,
+                        INDICES) {
+    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs), gradient,
+                            block, tid);
 }
 KERNEL position_targets(device const i64 *targets, device const float *position_weights,
                         device const float *class_weights, constant i64 &ignore_index, constant int &ignores,
@@ -212,10 +204,6 @@ KERNEL position_weighting(device const float *weights, device const float *upstr
         SHARED_ARRAY(Largest, largest_of_warps, WARPS);                                                                \
         functions::mixture_log_probs(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), GIVEN(13, log_probs), out_stride,      \
                                      GIVEN(15, loss), GIVEN(16, argmax), block, tid, of_warps, largest_of_warps);      \
-    }                                                                                                                  \
-    KERNEL gather_rows_##name(device const T *all, device const int *live, device T *gathered, constant int &columns,  \
-                              INDICES) {                                                                               \
-        functions::gather_rows(all, live, gathered, columns, block, tid);                                              \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

@@ -6,12 +6,12 @@ use crate::tensors::checks::{check_most, check_product, check_sizes};
 /// The largest number of highway layers.
 const MOST_LAYERS: usize = 1024;
 
-/// The sizes and options of a [`CharCnn`](crate::CharCnn).
+/// The sizes and options of a [`CharCnn`](crate::parts::CharCnn).
 ///
 /// # Examples
 ///
 /// ```
-/// use mos_head::CharCnnConfig;
+/// use mos_head::parts::CharCnnConfig;
 ///
 /// let config = CharCnnConfig::new(280).with_filters(&[(1, 32), (2, 32), (3, 64), (4, 128)]).with_correction(128);
 /// ```
@@ -79,7 +79,7 @@ impl CharCnnConfig {
     }
 
     /// Sets the characters that spellings may have: with more characters than the vocabulary has, other entries have
-    /// rows too ([`CharCnn::rows_of_spellings`](crate::CharCnn::rows_of_spellings)).
+    /// rows too ([`CharCnn::rows_of_spellings`](crate::parts::CharCnn::rows_of_spellings)).
     pub fn with_alphabet(self, alphabet: &str) -> Self {
         CharCnnConfig { alphabet: Some(alphabet.into()), ..self }
     }
@@ -124,7 +124,6 @@ impl CharCnnConfig {
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct CharCnnFields {
-    #[serde(alias = "context")]
     context_dim: usize,
     embedding: Option<usize>,
     filters: Option<Vec<(usize, usize)>>,

@@ -35,7 +35,8 @@ use spelling::Alphabet;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use mos_head::{CharCnn, CharCnnConfig, LossOptions, OutputLayer, SoftmaxConfig, SoftmaxHead};
+/// use mos_head::parts::{CharCnn, CharCnnConfig};
+/// use mos_head::{LossOptions, OutputLayer, SoftmaxConfig, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let vars = VarMap::new();
@@ -120,11 +121,6 @@ impl CharCnn {
         self.config.context_dim
     }
 
-    /// The configuration.
-    pub fn config(&self) -> &CharCnnConfig {
-        &self.config
-    }
-
     /// Computes the rows of all entries. Differentiable.
     ///
     /// # Shapes
@@ -183,7 +179,7 @@ impl CharCnn {
     /// ```
     /// use candle_core::{DType, Device};
     /// use candle_nn::{VarBuilder, VarMap};
-    /// use mos_head::{CharCnn, CharCnnConfig};
+    /// use mos_head::parts::{CharCnn, CharCnnConfig};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let vars = VarMap::new();

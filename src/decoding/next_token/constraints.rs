@@ -26,13 +26,14 @@ use crate::tensors::checks::check_number;
 /// For one softmax these are its logits, as in other servers. A mixture of several softmaxes has no logits; z is its
 /// log-probability, which differs from a logit by a constant: that matters for the repetition penalty, for which it is
 /// never positive, and for processors that look at the values themselves. So do log-probabilities that are given to
-/// [`NextToken::from_log_probs`](crate::NextToken::from_log_probs), and heads without a mixture.
+/// [`NextToken::from_log_probs`](crate::decode::NextToken::from_log_probs), and heads without a mixture.
 ///
 /// # Examples
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{Constraints, OutputLayer, Sampling, SoftmaxHead, TokenRequest};
+/// use mos_head::decode::{Constraints, Sampling, TokenRequest};
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// // Logits 4, 3, 2, 1 and 0 at every position.

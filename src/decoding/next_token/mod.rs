@@ -29,7 +29,7 @@ pub use request::TokenRequest;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{NextToken, Sampling, TokenRequest};
+/// use mos_head::decode::{NextToken, Sampling, TokenRequest};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let log_probs = Tensor::new(&[[0.1f32, 0.6, 0.3]], &Device::Cpu)?.log()?; // one position

@@ -17,7 +17,8 @@ use crate::error::{Error, OptionName, Result};
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{Constraints, OutputLayer, Sampling, SoftmaxHead, TokenRequest};
+/// use mos_head::decode::{Constraints, Sampling, TokenRequest};
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
@@ -164,7 +165,7 @@ impl TokenRequest {
     /// # Examples
     ///
     /// ```
-    /// use mos_head::{Constraints, Sampling, TokenRequest};
+    /// use mos_head::decode::{Constraints, Sampling, TokenRequest};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let constraints = Constraints::new().with_bias(&[(17, 2.0), (50_000, -100.0)]);

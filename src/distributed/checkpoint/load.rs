@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 use crate::tensors::tensor_file::{convertible, folder, tensor_bytes, tensor_of, TensorFile};
 
 /// A checkpoint of safetensors files, of which a rank reads its own rows: a plain file, the files of an index in
-/// Hugging Face's form, or what [`save_sharded`](crate::save_sharded) has written, for any number of ranks. The rows of
-/// a tensor that several files hold are one tensor again. No method waits for other ranks.
+/// Hugging Face's form, or what [`save_sharded`](crate::distributed::save_sharded) has written, for any number of
+/// ranks. The rows of a tensor that several files hold are one tensor again. No method waits for other ranks.
 ///
 /// # Examples
 ///
@@ -25,7 +25,8 @@ use crate::tensors::tensor_file::{convertible, folder, tensor_bytes, tensor_of, 
 /// ```no_run
 /// use std::sync::Arc;
 /// use candle_core::{DType, Device};
-/// use mos_head::{Collectives, ShardedCheckpoint, SoftmaxHead, VocabParallel, VocabShard};
+/// use mos_head::distributed::{Collectives, ShardedCheckpoint, VocabParallel, VocabShard};
+/// use mos_head::SoftmaxHead;
 ///
 /// fn load(ranks: Arc<dyn Collectives>) -> mos_head::Result<VocabParallel<SoftmaxHead>> {
 ///     let checkpoint = ShardedCheckpoint::open("model.safetensors.index.json")?;
@@ -41,7 +42,7 @@ use crate::tensors::tensor_file::{convertible, folder, tensor_bytes, tensor_of, 
 /// ```
 /// use std::collections::HashMap;
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::ShardedCheckpoint;
+/// use mos_head::distributed::ShardedCheckpoint;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let path = std::env::temp_dir().join(format!("rows-of-{}.safetensors", std::process::id()));

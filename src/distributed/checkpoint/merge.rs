@@ -18,7 +18,7 @@ impl ShardedCheckpoint {
     /// # Examples
     ///
     /// ```no_run
-    /// use mos_head::ShardedCheckpoint;
+    /// use mos_head::distributed::ShardedCheckpoint;
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// ShardedCheckpoint::open("head.safetensors.index.json")?.merge("head.safetensors")?;

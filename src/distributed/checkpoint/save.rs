@@ -44,7 +44,7 @@ use crate::tensors::tensor_file::{tensor_bytes, unwritten, write_values, TensorE
 ///
 /// ```no_run
 /// use candle_nn::VarMap;
-/// use mos_head::{save_sharded, VocabShard};
+/// use mos_head::distributed::{save_sharded, VocabShard};
 ///
 /// /// Saves the variables of a head, of which the decoder has the shard's rows.
 /// fn save(shard: &VocabShard, vars: &VarMap) -> mos_head::Result<()> {

@@ -21,9 +21,8 @@ impl ShardedCheckpoint {
     /// # use std::sync::Arc;
     /// # use candle_core::{DType, Device};
     /// # use candle_nn::{VarBuilder, VarMap};
-    /// # use mos_head::{
-    /// #     Collectives, MixtureConfig, MixtureOfSoftmaxes, ShardedCheckpoint, VocabParallel, VocabShard,
-    /// # };
+    /// # use mos_head::distributed::{Collectives, ShardedCheckpoint, VocabParallel, VocabShard};
+    /// # use mos_head::{MixtureConfig, MixtureOfSoftmaxes};
     /// fn resume(ranks: Arc<dyn Collectives>, vars: &VarMap) -> mos_head::Result<VocabParallel<MixtureOfSoftmaxes>> {
     ///     let shard = VocabShard::new(ranks, 128_256)?;
     ///     let vb = VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu);

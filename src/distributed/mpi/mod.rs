@@ -30,7 +30,7 @@ use operations::{MpiNumber, Operation};
 ///
 /// ```no_run
 /// use std::sync::Arc;
-/// use mos_head::{Collectives, Mpi};
+/// use mos_head::distributed::{Collectives, Mpi};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let ranks = Arc::new(Mpi::new()?);
@@ -75,7 +75,7 @@ impl Mpi {
     ///
     /// ```no_run
     /// use std::sync::Arc;
-    /// use mos_head::{Collectives, DataParallel, Mpi, VocabShard};
+    /// use mos_head::distributed::{Collectives, DataParallel, Mpi, VocabShard};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let (ranks, shards) = (Mpi::new()?, 2);

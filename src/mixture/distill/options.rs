@@ -14,7 +14,8 @@ use crate::tensors::checks::check_number;
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{DropoutMasks, MissingIds, MixtureLayer, OutputLayer, SoftmaxHead, Teacher};
+/// use mos_head::distill::{MissingIds, Teacher};
+/// use mos_head::{DropoutMasks, MixtureLayer, OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
@@ -77,7 +78,8 @@ impl Teacher {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{DistillOptions, Divergence, MissingIds, OutputLayer, SoftmaxHead, Teacher};
+/// use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+/// use mos_head::{OutputLayer, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let student = SoftmaxHead::from_tensors(Tensor::zeros((4, 8), DType::F32, &Device::Cpu)?, None)?;
@@ -128,7 +130,7 @@ pub enum MissingIds {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{DistillOptions, Divergence};
+/// use mos_head::distill::{DistillOptions, Divergence};
 ///
 /// # fn main() -> candle_core::Result<()> {
 /// let targets = Tensor::new(&[3i64, 1, -100, 4], &Device::Cpu)?;

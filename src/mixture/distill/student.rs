@@ -184,7 +184,8 @@ impl Mixture {
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
-    /// use mos_head::{DistillOptions, Divergence, Mixture, Teacher};
+    /// use mos_head::distill::{DistillOptions, Divergence, Teacher};
+    /// use mos_head::Mixture;
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let contexts = Var::randn(0f32, 1., (4, 1, 8), &Device::Cpu)?; // 4 positions, K = 1, d = 8

@@ -63,7 +63,7 @@ impl Precision {
         }
     }
 
-    /// The distance from 1 to the next number.
+    /// Returns the distance from 1 to the next number.
     pub(crate) fn epsilon(self) -> f64 {
         match self {
             Precision::F64 => f64::EPSILON,

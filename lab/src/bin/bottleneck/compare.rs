@@ -23,9 +23,9 @@ pub(crate) fn run(args: &Args, sources: &[Source]) -> Result<()> {
         let [first, second] = [text, other].map(|text| &text.corpus.data.name);
         return Err(format!("{} was trained on {first}, but {} on {second}", a.name, b.name).into());
     }
-    let (of_a, of_b) = (log_probs(a)?, log_probs(b)?);
-    let mut order: Vec<usize> = (0..of_a.len()).collect();
-    let gain = |&i: &usize| of_b[i] - of_a[i];
+    let (a_log_probs, b_log_probs) = (log_probs(a)?, log_probs(b)?);
+    let mut order: Vec<usize> = (0..a_log_probs.len()).collect();
+    let gain = |&i: &usize| b_log_probs[i] - a_log_probs[i];
     order.sort_by(|i, j| gain(j).total_cmp(&gain(i)));
     let top = args.top.min(order.len() / 2);
     let (ends, starts) = (order.iter().rev().take(top), order.iter().take(top));
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Args, sources: &[Source]) -> Result<()> {
     Ok(())
 }
 
-/// The log-probability of each context's target.
+/// Returns the log-probability of each context's target.
 fn log_probs(source: &Source) -> Result<Vec<f64>> {
     let targets = source.targets.as_deref().unwrap_or_default();
     let mut found = vec![];
@@ -64,7 +64,7 @@ fn word(corpus: &Corpus, id: u32) -> &str {
     &corpus.words[id as usize]
 }
 
-/// The sentence before the target and the one before that, as far as they are shown.
+/// Returns the sentence before the target and the one before that, as far as they are shown.
 fn context(text: &Text, i: usize) -> String {
     let before = &text.ids[..text.places[i]];
     let words = before.iter().map(|&id| word(&text.corpus, id));
@@ -81,7 +81,7 @@ fn context(text: &Text, i: usize) -> String {
     format!("  .. {} ___", shown.join(" "))
 }
 
-/// The five most probable tokens, with their probabilities.
+/// Returns the five most probable tokens, with their probabilities.
 fn best(source: &Source, corpus: &Corpus, i: usize) -> Result<String> {
     let top = source.head.top_k(&source.hidden.narrow(0, i, 1)?, 5.min(corpus.words.len()))?;
     let ids = top.token_ids.flatten_all()?.to_vec1::<u32>()?;
@@ -133,9 +133,9 @@ mod tests {
         let path = saved("context", HeadKind::Softmax, Corpus::from_folder(&folder, None).expect("a corpus"));
         let source = sources(&args(&[], &[&path])).remove(0);
         let text = source.text.as_ref().expect("a text");
-        let of = |place| context(text, text.places.iter().position(|&other| other == place).expect("all places"));
-        assert_eq!(of(8), "  .. c d <eos> e ___");
-        assert_eq!(of(1), "  .. <eos> ___");
+        let shown = |place| context(text, text.places.iter().position(|&other| other == place).expect("all places"));
+        assert_eq!(shown(8), "  .. c d <eos> e ___");
+        assert_eq!(shown(1), "  .. <eos> ___");
         let all = best(&source, &text.corpus, 0).expect("a ranking");
         assert_eq!(all.split(", ").count(), 5);
         std::fs::remove_file(path).expect("was just written");

@@ -1,4 +1,4 @@
-//! What the distributions of many contexts have in common, in one pass over them.
+//! This file measures what the distributions of many contexts have in common, in one pass over them.
 
 /// The mean Kullback-Leibler divergence between the distributions of two different contexts, KL(P_i || P_j), over all
 /// ordered pairs (Yang et al., 2018, appendix C.1).
@@ -27,7 +27,7 @@ impl PairwiseDivergence {
         self.count += 1.0;
     }
 
-    /// The mean divergence, in nats; `None` for fewer than two contexts.
+    /// Returns the mean divergence, in nats; `None` for fewer than two contexts.
     pub(crate) fn mean(&self) -> Option<f64> {
         let crossed: f64 = self.probabilities.iter().zip(&self.log_probabilities).map(|(p, log_p)| p * log_p).sum();
         let sum = self.count * self.negative_entropy - crossed;
@@ -57,12 +57,12 @@ impl Components {
         self.count += 1.0;
     }
 
-    /// Effective number in one context: the perplexity of the mean entropy.
+    /// Returns the effective number in one context, which is the perplexity of the mean entropy.
     pub(crate) fn in_a_context(&self) -> f64 {
         (self.entropy / self.count).exp()
     }
 
-    /// Effective number in all contexts together: the perplexity of the mean distribution.
+    /// Returns the effective number in all contexts together, which is the perplexity of the mean distribution.
     pub(crate) fn in_all(&self) -> f64 {
         let shares = self.mass.iter().map(|mass| mass / self.count).filter(|&share| share > 0.0);
         (-shares.map(|share| share * share.ln()).sum::<f64>()).exp()

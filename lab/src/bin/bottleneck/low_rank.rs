@@ -3,7 +3,7 @@
 use crate::spectrum::Spectrum;
 use faer::{Mat, MatRef};
 
-/// For each rank r, the summed negative log-likelihood of the targets if the log-probabilities are replaced by the
+/// This sums, for each rank r, the negative log-likelihood of the targets if the log-probabilities are replaced by the
 /// matrix of rank r with the least squared error (their truncated singular value decomposition), normalised anew.
 pub(crate) struct LowRank<'a> {
     spectrum: &'a Spectrum,
@@ -13,12 +13,12 @@ pub(crate) struct LowRank<'a> {
 }
 
 impl<'a> LowRank<'a> {
-    /// `ranks` rise.
+    /// Begins with no rows. The `ranks` must rise.
     pub(crate) fn new(spectrum: &'a Spectrum, ranks: Vec<usize>) -> Self {
         Self { spectrum, sums: vec![0.0; ranks.len()], ranks, count: 0.0 }
     }
 
-    /// Rows of log-probabilities, one after the other, and the target of each.
+    /// Adds rows of log-probabilities, one after the other, and the target of each.
     pub(crate) fn push(&mut self, log_probabilities: &[f64], targets: &[u32]) {
         let vectors = self.spectrum.vectors.as_ref();
         let columns = vectors.nrows();
@@ -39,7 +39,7 @@ impl<'a> LowRank<'a> {
         self.count += targets.len() as f64;
     }
 
-    /// (rank, perplexity)
+    /// Returns each rank with its perplexity.
     pub(crate) fn perplexities(&self) -> Vec<(usize, f64)> {
         self.ranks.iter().zip(&self.sums).map(|(&rank, sum)| (rank, (sum / self.count).exp())).collect()
     }
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
     use crate::spectrum::Rows;
 
-    /// Log-probabilities of rank 2 in 6 contexts.
+    /// Makes log-probabilities of rank 2 in 6 contexts.
     fn rows() -> (Vec<f64>, Vec<u32>) {
         let distributions = [[0.5f64, 0.3, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]];
         let rows = (0..6).flat_map(|i| distributions[i % 2].map(f64::ln)).collect();

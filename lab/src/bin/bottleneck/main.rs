@@ -3,9 +3,9 @@
 //!     cargo run --release -p lab --bin language_model -- --save models
 //!     cargo run --release -p lab --bin bottleneck -- models/softmax.safetensors models/moc.safetensors models/mos.safetensors
 //!
-//! The numerical rank of the log-probabilities [contexts, vocab], their singular values, the mean divergence between the
-//! distributions of two contexts, the components in use, and the perplexity that is left if the matrix is replaced by
-//! its best approximation of a lower rank (Yang et al., 2018, tables 6, 7 and 11, figure 1).
+//! The numerical rank of the log-probabilities [contexts, vocab], their singular values, the mean divergence between
+//! the distributions of two contexts, the components in use, and the perplexity that is left if the matrix is replaced
+//! by its best approximation of a lower rank (Yang et al., 2018, tables 6, 7 and 11, figure 1).
 //!
 //!     cargo run --release -p lab --bin bottleneck -- --compare models/softmax.safetensors models/mos.safetensors
 //!

@@ -1,4 +1,5 @@
-//! Where log-probabilities come from: the head and the hidden states of a language model's checkpoint, or of two files.
+//! Log-probabilities come from one of two sources: the head and the hidden states of a language model's checkpoint, or
+//! of two files.
 
 use crate::args::Args;
 use candle_core::{DType, Device, Tensor};
@@ -29,7 +30,7 @@ pub(crate) struct Source {
     pub(crate) text: Option<Text>,
 }
 
-/// The text that the contexts are of.
+/// The text to which the contexts belong.
 pub(crate) struct Text {
     pub(crate) corpus: Corpus,
     /// The validation text, or the test text.
@@ -38,7 +39,7 @@ pub(crate) struct Text {
     pub(crate) places: Vec<usize>,
 }
 
-/// The sources of all checkpoints.
+/// Returns the sources of all checkpoints.
 pub(crate) fn open(args: &Args) -> Result<Vec<Source>> {
     if args.compare && args.checkpoints.len() != 2 {
         return Err(format!("--compare needs two checkpoints, got {}", args.checkpoints.len()).into());
@@ -46,14 +47,14 @@ pub(crate) fn open(args: &Args) -> Result<Vec<Source>> {
     args.checkpoints
         .iter()
         .map(|path| match (&args.weight, &args.hidden) {
-            (Some(key), Some(hidden)) => of_weight(path, key, args.bias.as_deref(), hidden, args),
-            _ => of_checkpoint(path, args),
+            (Some(key), Some(hidden)) => softmax_from_files(path, key, args.bias.as_deref(), hidden, args),
+            _ => model_from_checkpoint(path, args),
         })
         .collect()
 }
 
 impl Source {
-    /// The mixture of some contexts.
+    /// Returns the mixture of some contexts.
     pub(crate) fn mixture(&self, start: usize, count: usize) -> Result<Mixture> {
         Ok(self.head.mixture(&self.hidden.narrow(0, start, count)?, DropoutMasks::Off)?)
     }
@@ -63,13 +64,13 @@ impl Source {
     }
 }
 
-fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
+fn model_from_checkpoint(path: &Path, args: &Args) -> Result<Source> {
     let failed = |error: Box<dyn std::error::Error>| format!("{}: {error}", path.display());
     let checkpoint = Checkpoint::load(path, &Device::Cpu)?;
     let corpus = corpus(&checkpoint, args.data.as_deref()).map_err(failed)?;
     let (kind, model) =
         LanguageModel::from_checkpoint(&checkpoint, corpus.words.len(), &Device::Cpu).map_err(failed)?;
-    let activation = Recipe::of_checkpoint(kind, &checkpoint)?.activation;
+    let activation = Recipe::from_checkpoint(kind, &checkpoint)?.activation;
     let ids = match &corpus.test {
         _ if !args.test => corpus.data.valid.clone(),
         Some(test) => test.clone(),
@@ -106,7 +107,7 @@ fn of_checkpoint(path: &Path, args: &Args) -> Result<Source> {
     Ok(Source { name, kind, head, weight, bias, prior_weight, hidden, targets, text })
 }
 
-/// The corpus that a checkpoint was made on, read again.
+/// Returns the corpus that a checkpoint was made on, read again.
 fn corpus(checkpoint: &Checkpoint, folder: Option<&Path>) -> Result<Corpus> {
     let name: String = checkpoint.get("corpus")?;
     let vocab = checkpoint.tensors.get("embedding.weight").map_or(usize::MAX, |weight| weight.dims()[0]);
@@ -129,7 +130,8 @@ fn corpus(checkpoint: &Checkpoint, folder: Option<&Path>) -> Result<Corpus> {
 const STREAMS: usize = 10;
 const STEPS: usize = 35;
 
-/// The hidden states before `count` evenly spaced targets of a text, [count, hidden], and the places of the targets.
+/// Returns the hidden states before `count` evenly spaced targets of a text, [count, hidden], and the places of the
+/// targets.
 fn hidden_states(model: &LanguageModel, text: &[u32], count: usize) -> Result<(Tensor, Vec<usize>)> {
     let targets = text.len() - 1;
     let count = count.min(targets);
@@ -158,8 +160,8 @@ fn hidden_states(model: &LanguageModel, text: &[u32], count: usize) -> Result<(T
     Ok((Tensor::cat(&found, 0)?, places))
 }
 
-/// A softmax of two files: a matrix, and hidden states.
-fn of_weight(path: &Path, weight: &str, bias: Option<&str>, hidden: &Path, args: &Args) -> Result<Source> {
+/// Returns a softmax of two files: a matrix, and hidden states.
+fn softmax_from_files(path: &Path, weight: &str, bias: Option<&str>, hidden: &Path, args: &Args) -> Result<Source> {
     let file = Checkpoint::load(path, &Device::Cpu)?;
     let states = Checkpoint::load(hidden, &Device::Cpu)?;
     let dtype = args.dtype.dtype();
@@ -204,7 +206,7 @@ fn of_weight(path: &Path, weight: &str, bias: Option<&str>, hidden: &Path, args:
     Ok(Source { name, kind, head, weight, bias, prior_weight: None, hidden, targets, text: None })
 }
 
-/// A tensor of a file, or an error that lists those it has.
+/// Returns a tensor of a file, or an error that lists those it has.
 fn named<'a>(file: &'a Checkpoint, path: &Path, key: &str) -> Result<&'a Tensor> {
     file.tensors.get(key).ok_or_else(|| {
         let mut names: Vec<&str> = file.tensors.keys().map(String::as_str).collect();
@@ -229,7 +231,7 @@ pub(crate) mod tests {
         std::env::temp_dir().join(format!("bottleneck_{name}_{}.safetensors", std::process::id()))
     }
 
-    /// An untrained model of six units, whose mixtures have contexts of size 5.
+    /// Returns an untrained model of six units, whose mixtures have contexts of size 5.
     pub(crate) fn saved(name: &str, kind: HeadKind, corpus: Corpus) -> PathBuf {
         let recipe = Recipe { hidden: 6, embedding: Some(8), context: Some(5), seed: 1, ..Recipe::BASE };
         saved_with(name, kind, corpus, &recipe)
@@ -244,7 +246,7 @@ pub(crate) mod tests {
         path
     }
 
-    /// A folder with this text for training and validation.
+    /// Makes a folder with this text for training and validation.
     pub(crate) fn folder(name: &str, text: &str) -> PathBuf {
         let folder = std::env::temp_dir().join(format!("bottleneck_{name}_{}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("creates");

@@ -8,7 +8,7 @@ use lab::Result;
 /// too, would lose all singular values below the square root of the roundoff.)
 pub(crate) struct Rows {
     columns: usize,
-    /// Row-major.
+    /// The values in row-major order.
     values: Vec<f64>,
     count: usize,
 }
@@ -18,7 +18,7 @@ impl Rows {
         Self { columns, values: vec![], count: 0 }
     }
 
-    /// The most values held at once for a matrix of this size, with what the decompositions need.
+    /// Returns the most values held at once for a matrix of this size, with what the decompositions need.
     pub(crate) fn memory(rows: usize, columns: usize) -> usize {
         let held = rows.min(columns + slack(columns));
         3 * held * columns * size_of::<f64>()
@@ -59,12 +59,12 @@ impl Rows {
     }
 }
 
-/// Rows between two reductions, beyond those of the triangle.
+/// Returns the number of rows between two reductions, beyond those of the triangle.
 fn slack(columns: usize) -> usize {
     (columns / 2).max(64)
 }
 
-/// How many decades below the largest singular value are shown.
+/// The number of decades below the largest singular value that are shown.
 pub(crate) const DECADES: i32 = 16;
 
 pub(crate) struct Spectrum {
@@ -77,15 +77,15 @@ pub(crate) struct Spectrum {
 }
 
 impl Spectrum {
-    /// A bound of the roundoff in a singular value: the largest one, times the longer side, times epsilon, as in
-    /// numpy's `matrix_rank`. The paper takes the expected roundoff, with `sqrt(rows + columns + 1) / 2` in the place
-    /// of the longer side; the test below exceeds it.
+    /// Returns a bound of the roundoff in a singular value: the largest one, times the longer side, times epsilon, as
+    /// in numpy's `matrix_rank`. The paper takes the expected roundoff, with `sqrt(rows + columns + 1) / 2` in the
+    /// place of the longer side; the test below exceeds it.
     pub(crate) fn tolerance(&self, epsilon: f64) -> f64 {
         let largest = self.values.first().copied().unwrap_or(0.0);
         self.rows.max(self.columns) as f64 * largest * epsilon
     }
 
-    /// The percentage of singular values below 10^-16, 10^-15.5, .., 1 times the largest one.
+    /// Returns the percentage of singular values below 10^-16, 10^-15.5, .., 1 times the largest one.
     pub(crate) fn distribution(&self) -> Vec<f64> {
         let largest = self.values.first().copied().unwrap_or(0.0);
         let below = |threshold: f64| self.values.iter().filter(|&&value| value < threshold * largest).count();
@@ -93,7 +93,7 @@ impl Spectrum {
         (0..=2 * DECADES).map(|i| percent(10f64.powf(f64::from(i) / 2.0 - f64::from(DECADES)))).collect()
     }
 
-    /// The number of singular values above the roundoff.
+    /// Returns the number of singular values above the roundoff.
     pub(crate) fn rank(&self, epsilon: f64) -> usize {
         let tolerance = self.tolerance(epsilon);
         self.values.iter().filter(|&&value| value > tolerance).count()
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
     use rand::{rngs::StdRng, Rng, SeedableRng};
 
-    /// A matrix of this rank, as the product of two random ones.
+    /// Returns a matrix of this rank, as the product of two random ones.
     fn product(rows: usize, columns: usize, rank: usize, rng: &mut StdRng) -> Vec<f64> {
         let mut random = |count| -> Vec<f64> { (0..count).map(|_| rng.random_range(-1.0..1.0)).collect() };
         let (left, right) = (random(rows * rank), random(rank * columns));

@@ -23,7 +23,7 @@ pub(crate) struct Study {
     pub(crate) divergence: Option<f64>,
     pub(crate) priors: Option<Components>,
     pub(crate) posteriors: Option<Components>,
-    /// On these contexts.
+    /// The perplexity on these contexts.
     pub(crate) perplexity: Option<f64>,
     /// The best approximations: (rank, perplexity).
     pub(crate) low_rank: Vec<(usize, f64)>,
@@ -109,7 +109,7 @@ fn check_memory(contexts: usize, vocab: usize, mib: usize) -> Result<()> {
     .into())
 }
 
-/// The responsibilities of the components for the targets, `log r_k`, [contexts, K].
+/// Returns the responsibilities of the components for the targets, `log r_k`, [contexts, K].
 fn log_posteriors(mixture: &Mixture, source: &Source, targets: &[u32]) -> Result<Tensor> {
     let (contexts, log_priors) = (mixture.contexts()?, mixture.log_priors()?);
     let targets = Tensor::new(targets, log_priors.device())?;
@@ -121,8 +121,8 @@ fn log_posteriors(mixture: &Mixture, source: &Source, targets: &[u32]) -> Result
     Ok(candle_nn::ops::log_softmax(&Tensor::stack(&joint, 1)?, D::Minus1)?)
 }
 
-/// Perplexities at powers of two, and at the highest rank that a softmax of this width can have: its width, the
-/// normaliser and the bias.
+/// Computes perplexities at powers of two, and at the highest rank that a softmax of this width can have: its width,
+/// the normaliser and the bias.
 fn low_rank(source: &Source, spectrum: &Spectrum, rank: usize, targets: &[u32]) -> Result<Vec<(usize, f64)>> {
     let mut ranks: Vec<usize> = (0..).map(|i| 1 << i).take_while(|&r| r < rank).collect();
     ranks.extend([source.weight.dim(1)? + 2, rank]);
@@ -185,7 +185,7 @@ mod tests {
         }
     }
 
-    /// Hidden states of this width, and a matrix and a bias, as two files.
+    /// Writes hidden states of this width, and a matrix and a bias, as two files.
     fn files(name: &str, width: usize, states: usize) -> [PathBuf; 2] {
         let random = |shape: &[usize]| Tensor::randn(0f32, 1.0, shape, &Device::Cpu).expect("draws");
         let save = |name: String, tensors: Vec<(&str, Tensor)>| {

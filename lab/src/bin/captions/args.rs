@@ -4,7 +4,8 @@ use clap::Parser;
 use lab::flags::TrainingFlags;
 use lab::recipe::{describe, Recipe, RecipeFlags};
 use lab::values::{not_negative, positive};
-use mos_head::{BeamSearch, ContextActivation};
+use mos_head::decode::BeamSearch;
+use mos_head::ContextActivation;
 use std::path::PathBuf;
 
 const DRAWN: Recipe = Recipe {

@@ -7,11 +7,11 @@ use candle_core::{DType, Device, Tensor};
 use lab::{digest::Digest, model::Data, words::Words, Result};
 use rand::{rngs::StdRng, SeedableRng};
 
-/// References of each drawn image.
+/// The number of references of each drawn image.
 pub(crate) const REFERENCES: usize = 5;
-/// Drawn images for validation, and for the test.
+/// The number of drawn images for validation, and for the test.
 const HELD_OUT: usize = 200;
-/// One held-out image in so many shows a shape in a colour that no image for training has.
+/// One in this many held-out images shows a shape in a colour that no image for training has.
 const NEW: usize = 4;
 
 /// An image, by its row in the tensor of images, with its captions.
@@ -33,16 +33,16 @@ pub(crate) struct Dataset {
     /// Pictures, u8 `[images, height, width, 3]`, or features, f32 `[images, positions, width]`.
     pub(crate) images: Tensor,
     pub(crate) train: Vec<Example>,
-    /// What the epoch is chosen on.
+    /// The part on which the epoch is chosen.
     pub(crate) valid: Vec<Example>,
-    /// What is only scored, once training is over; may be empty.
+    /// The part that is only scored, once training is over. It may be empty.
     pub(crate) test: Vec<Example>,
     /// The scene of each image, if they are drawn.
     pub(crate) scenes: Option<Vec<Scene>>,
 }
 
 impl Dataset {
-    /// `train` images to train on, and some for validation and the test, each with five captions.
+    /// Draws `train` images to train on, and some for validation and the test, each with five captions.
     pub(crate) fn drawn(train: usize, seed: u64, device: &Device) -> Result<Self> {
         let mut rng = StdRng::seed_from_u64(seed);
         let (mut pixels, mut scenes, mut examples) = (vec![], vec![], vec![]);
@@ -60,8 +60,8 @@ impl Dataset {
         Ok(Self { name: "drawn images".into(), images, train: examples, valid, test, scenes: Some(scenes) })
     }
 
-    /// The examples that a trained model is scored on, with the name of their part: those of the test if there are any,
-    /// otherwise those of validation.
+    /// Returns the examples that a trained model is scored on, with the name of their part: those of the test if there
+    /// are any, otherwise those of validation.
     pub(crate) fn scored(&self) -> (&'static str, &[Example]) {
         if self.test.is_empty() {
             ("valid", &self.valid)
@@ -70,13 +70,13 @@ impl Dataset {
         }
     }
 
-    /// All that can be said of an image, if it is drawn.
+    /// Returns all that can be said of an image, if it is drawn.
     pub(crate) fn grammar(&self, image: usize) -> Option<Phrase> {
         self.scenes.as_ref().map(|scenes| grammar::captions(&scenes[image]))
     }
 
-    /// Mean information of the captions, per word and end of a caption, in nats: no model of the images has a lower NLL
-    /// on average. `None` if the images are not drawn.
+    /// Returns the mean information of the captions, per word and end of a caption, in nats: no model of the images has
+    /// a lower NLL on average. `None` if the images are not drawn.
     pub(crate) fn floor(&self, examples: &[Example]) -> Option<f64> {
         let (mut nats, mut words) = (0.0, 0);
         for Example { image, captions } in examples {
@@ -89,7 +89,8 @@ impl Dataset {
         Some(nats / words as f64)
     }
 
-    /// A pair for each caption of training and validation. The digest covers the captions and the means of the images.
+    /// Returns a pair for each caption of training and validation. The digest covers the captions and the means of the
+    /// images.
     pub(crate) fn encode(&self, words: &Words) -> Result<Data<Pair>> {
         let examples = || self.train.iter().chain(&self.valid);
         let dims: Vec<usize> = (1..self.images.rank()).collect();
@@ -101,16 +102,16 @@ impl Dataset {
     }
 }
 
-/// A pair for each caption.
+/// Returns a pair for each caption.
 pub(crate) fn pairs(examples: &[Example], words: &Words) -> Vec<Pair> {
-    let of = |example: &Example| {
+    let example_pairs = |example: &Example| {
         let pair = |text: &String| Pair { image: example.image, caption: words.encode(text) };
         example.captions.iter().map(pair).collect::<Vec<_>>()
     };
-    examples.iter().flat_map(of).collect()
+    examples.iter().flat_map(example_pairs).collect()
 }
 
-/// The number of targets of a model, with the end of each caption.
+/// Returns the number of targets of a model, with the end of each caption.
 pub(crate) fn targets(pairs: &[Pair]) -> usize {
     pairs.iter().map(|pair| pair.caption.len() + 1).sum()
 }
@@ -124,7 +125,7 @@ mod tests {
         let drawn = |seed| Dataset::drawn(50, seed, &Device::Cpu).unwrap();
         let (one, again, other) = (drawn(1), drawn(1), drawn(2));
         assert_eq!((&one.train, &one.valid, &one.test), (&again.train, &again.valid, &again.test));
-        let words = Words::of_texts(["a red circle"].into_iter(), 1, &[]);
+        let words = Words::from_texts(["a red circle"].into_iter(), 1, &[]);
         let digest = |dataset: &Dataset| dataset.encode(&words).unwrap().digest;
         assert_eq!(digest(&one), digest(&again));
         assert_ne!(digest(&one), digest(&other));

@@ -1,4 +1,5 @@
-//! From images to features at several positions: convolutions of pictures, or a linear map of features from a file.
+//! The encoder makes features at several positions from images: by convolutions of pictures, or a linear map of
+//! features from a file.
 
 use candle_core::{Module, Tensor};
 use candle_nn::{conv2d, linear, Conv2d, Conv2dConfig, Init, Linear, VarBuilder};
@@ -9,18 +10,19 @@ const CHANNELS: [usize; 2] = [16, 32];
 
 pub(crate) struct Encoder {
     layers: Layers,
-    /// What is added at each position, `[positions, hidden]`.
+    /// The numbers that are added at each position, `[positions, hidden]`.
     positions: Tensor,
 }
 
 enum Layers {
-    /// Each of 3x3 pixels with a stride of 2 and a rectifier.
+    /// Each convolution is over 3x3 pixels, with a stride of 2 and a rectifier.
     Convolutions(Vec<Conv2d>),
     Projection(Linear),
 }
 
 impl Encoder {
-    /// For images of these dimensions: height, width and channels of a picture, or positions and width of features.
+    /// Makes an encoder of images of these dimensions: height, width and channels of a picture, or positions and width
+    /// of features.
     pub(crate) fn new(image: &[usize], hidden: usize, vb: VarBuilder) -> Result<Self> {
         let (layers, positions) = match *image {
             [height, width, channels] => {
@@ -39,8 +41,8 @@ impl Encoder {
         Ok(Self { layers, positions })
     }
 
-    /// Images `[batch, ..]` -> features `[batch, positions, hidden]`; with `blind`, as if all features were zero before
-    /// their positions are added.
+    /// Computes the features `[batch, positions, hidden]` of images `[batch, ..]`. With `blind`, all features are zero
+    /// before their positions are added.
     pub(crate) fn forward(&self, images: &Tensor, blind: bool) -> Result<Tensor> {
         if blind {
             return Ok(self.positions.broadcast_left(images.dim(0)?)?.contiguous()?);

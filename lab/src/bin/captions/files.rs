@@ -10,8 +10,9 @@ use std::path::Path;
 /// The parts, by the names of the splits.
 const SPLITS: [&str; 3] = ["train", "valid", "test"];
 
-/// Reads the tensors `features` `[images, positions, width]` and `ids` `[images]`, and a caption per line, an object with
-/// `image_id`, `caption` and `split`. Every image with captions is in one part; images without a caption are left out.
+/// Reads the tensors `features` `[images, positions, width]` and `ids` `[images]`, and a caption per line, an object
+/// with `image_id`, `caption` and `split`. Every image with captions is in one part; images without a caption are left
+/// out.
 pub(crate) fn dataset(features: &Path, captions: &Path, device: &Device) -> Result<Dataset> {
     let (images, ids) =
         read_features(features, device).map_err(|error| format!("--features {}: {error}", features.display()))?;
@@ -72,7 +73,7 @@ fn read_features(path: &Path, device: &Device) -> Result<(Tensor, Vec<i64>)> {
     Ok((features, ids))
 }
 
-/// The image, the words of the caption and the part that a line has.
+/// Returns the image, the words of the caption and the part that a line has.
 fn parse(line: &str) -> Result<(i64, String, usize)> {
     let value: Value = serde_json::from_str(line)?;
     let get = |name: &str| value.get(name).ok_or_else(|| format!("expected an object with {name:?}, got {line}"));
@@ -90,8 +91,9 @@ fn parse(line: &str) -> Result<(i64, String, usize)> {
     Ok((id, words, part))
 }
 
-/// The lower-cased words of a caption, which end at whitespace and at all punctuation but hyphens and apostrophes within
-/// words. The evaluation of COCO, by the tokenizer of the Penn Treebank, also splits "isn't" into "is" and "n't".
+/// Returns the lower-cased words of a caption, which end at whitespace and at all punctuation but hyphens and
+/// apostrophes within words. The evaluation of COCO, by the tokenizer of the Penn Treebank, also splits "isn't" into
+/// "is" and "n't".
 fn tokens(caption: &str) -> String {
     let lower = caption.to_lowercase();
     let is_of_word = |c: char| c.is_alphanumeric() || c == '-' || c == '\'';

@@ -1,9 +1,9 @@
-//! What can be said of a scene, with synonyms, omissions and different orders.
+//! This grammar has what can be said of a scene, with synonyms, omissions and different orders.
 
 use crate::phrase::Phrase::{self, All, One, Words};
 use crate::scene::{Color, Group, Relation, Scene, Shape};
 
-/// All captions of a scene, with their probabilities.
+/// Returns all captions of a scene, with their probabilities.
 pub(crate) fn captions(scene: &Scene) -> Phrase {
     let first = || noun_phrase(scene.first);
     let is = Words(if scene.first.count == 1 { "is" } else { "are" });
@@ -18,8 +18,8 @@ pub(crate) fn captions(scene: &Scene) -> Phrase {
     let other = || noun_phrase(second);
     let other_is = Words(if second.count == 1 { "is" } else { "are" });
     let its = Words(if second.count == 1 { "its" } else { "their" });
-    let of_first = Words(if scene.first.count == 1 { "its" } else { "their" });
-    let Places { before, after, at_first, at_second, both } = Places::of(relation);
+    let its_first = Words(if scene.first.count == 1 { "its" } else { "their" });
+    let Places { before, after, at_first, at_second, both } = Places::new(relation);
     let mut ways = vec![
         (3.0, All(vec![first(), One(vec![(1.0, is.clone()), (1.0, Words(""))]), before.clone(), other()])),
         (2.0, All(vec![other(), One(vec![(1.0, other_is), (1.0, Words(""))]), after, first()])),
@@ -30,7 +30,7 @@ pub(crate) fn captions(scene: &Scene) -> Phrase {
         Relation::Inside => ways.push((2.0, All(vec![other(), Words("with"), first(), at_first]))),
         _ => {
             ways.push((1.5, All(vec![other(), Words("with"), first(), Words("on"), its, at_first.clone()])));
-            ways.push((1.0, All(vec![first(), Words("with"), other(), Words("on"), of_first, at_second.clone()])));
+            ways.push((1.0, All(vec![first(), Words("with"), other(), Words("on"), its_first, at_second.clone()])));
             ways.push((1.0, All(vec![first(), Words("and"), other(), both])));
             let second_part = vec![Phrase::any("and|while"), Words("on the"), at_second];
             let part = vec![Words("on the"), at_first, is, first(), All(second_part)];
@@ -44,22 +44,22 @@ fn showing() -> Phrase {
     Phrase::any("we see|you can see|the picture shows|a picture of|this shows")
 }
 
-/// How a relation is expressed.
+/// A relation is expressed by these phrases.
 struct Places {
-    /// Between the first group and the second.
+    /// The words between the first group and the second.
     before: Phrase,
-    /// Between the second group and the first.
+    /// The words between the second group and the first.
     after: Phrase,
-    /// Where the first group is.
+    /// The place of the first group.
     at_first: Phrase,
-    /// Where the second group is.
+    /// The place of the second group.
     at_second: Phrase,
-    /// After both groups.
+    /// The words after both groups.
     both: Phrase,
 }
 
 impl Places {
-    fn of(relation: Relation) -> Self {
+    fn new(relation: Relation) -> Self {
         let any = Phrase::any;
         match relation {
             Relation::LeftOf => Places {
@@ -87,7 +87,7 @@ impl Places {
     }
 }
 
-/// A group: number, size and colour before the noun, or the colour after it; or without a size or a colour.
+/// Returns a group: number, size and colour before the noun, or the colour after it; or without a size or a colour.
 fn noun_phrase(group: Group) -> Phrase {
     let number = match group.count {
         1 => One(vec![(4.0, Words("a")), (1.0, Words("one")), (1.0, Words("a single"))]),
@@ -106,7 +106,7 @@ fn noun_phrase(group: Group) -> Phrase {
     ])
 }
 
-/// The usual word twice as often as the others.
+/// Returns the usual word twice as often as the others.
 fn words(usual: &'static str, others: &'static str) -> Phrase {
     let others: Vec<_> = others.split('|').map(|word| (1.0, Words(word))).collect();
     One([(2.0, Words(usual))].into_iter().chain(others).collect())
@@ -189,10 +189,10 @@ mod tests {
             let is_turned = shapes != expected;
             let groups: Vec<Group> = if is_turned { groups.into_iter().rev().collect() } else { groups };
             assert_eq!(shapes, groups.iter().map(|group| group.shape as usize).collect::<Vec<_>>(), "{caption}");
-            let of_groups: Vec<usize> = groups.iter().map(|group| group.color as usize).collect();
-            assert!(colors.iter().all(|color| of_groups.contains(color)), "{caption}");
+            let group_colors: Vec<usize> = groups.iter().map(|group| group.color as usize).collect();
+            assert!(colors.iter().all(|color| group_colors.contains(color)), "{caption}");
             if colors.len() == groups.len() {
-                assert_eq!(colors, of_groups, "{caption}");
+                assert_eq!(colors, group_colors, "{caption}");
             }
             let has = |text: &str| words.iter().any(|word| text.split_whitespace().any(|other| other == *word));
             for (text, count) in [("one single", 1), ("two pair", 2), ("three some", 3)] {

@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release -p lab --bin captions -- --picture captions.svg
 //!
-//! Without data it draws its images, a few coloured shapes each, and describes them by a grammar in which there are many
-//! ways to say the same. It prints how much information its captions have, which no model can be below, and ends with
-//! BLEU-4, CIDEr-D, and the share of captions found that the grammar has for their image.
+//! Without data it draws its images, a few coloured shapes each, and describes them by a grammar in which there are
+//! many ways to say the same. It prints how much information its captions have, which no model can be below, and ends
+//! with BLEU-4, CIDEr-D, and the share of captions found that the grammar has for their image.
 //!
 //!     cargo run --release -p lab --bin captions -- --blind
 //!
@@ -50,7 +50,7 @@ fn run(args: &Args) -> Result<()> {
         None => Dataset::drawn(args.images, args.common.seed, &device)?,
     };
     let texts = dataset.train.iter().flat_map(|example| example.captions.iter().map(String::as_str));
-    let words = Words::of_texts(texts, args.min_count, &[]);
+    let words = Words::from_texts(texts, args.min_count, &[]);
     let data = dataset.encode(&words)?;
     println!(
         "Training on {}: {} images with {} captions of {} words, validation {} images, test {}{}.",

@@ -15,7 +15,7 @@ use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 use std::collections::HashMap;
 
-/// What the captions of all parts are about, and in which words.
+/// A setting says what the captions of all parts are about, and in which words.
 #[derive(Clone)]
 pub(crate) struct Setting {
     pub(crate) images: Tensor,
@@ -56,27 +56,27 @@ impl Captioner {
             setting,
         };
         // Values keep their scale from layer to layer, also through the rectifiers, which halve the variance.
-        let of = |inputs: usize| (3.0 / inputs as f64).sqrt();
+        let even_bound = |inputs: usize| (3.0 / inputs as f64).sqrt();
         let shapes: HashMap<String, Vec<usize>> =
             init::sorted(&model.varmap).into_iter().map(|(name, var)| (name, var.dims().to_vec())).collect();
         init::uniform(&model.varmap, recipe.seed, |name| match name {
             "embedding.weight" | "encoder.positions" => 1.0,
-            "head.decoder.weight" => of(sizes.decoder_width(kind)),
+            "head.decoder.weight" => even_bound(sizes.decoder_width(kind)),
             "head.decoder.bias" => 0.0,
             name if name.starts_with("encoder.") => match shapes[name][..] {
                 [_, inputs] => (6.0 / inputs as f64).sqrt(),
                 [_, channels, height, width] => (6.0 / (channels * height * width) as f64).sqrt(),
                 _ => 0.0,
             },
-            name if name.starts_with("attention.") || name == "head.latent.weight" => of(hidden),
+            name if name.starts_with("attention.") || name == "head.latent.weight" => even_bound(hidden),
             _ => 1.0 / (hidden as f64).sqrt(),
         })?;
         sizes.start_alike(&model.varmap, recipe.spread)?;
         Ok(model)
     }
 
-    /// The recipe of a head's model with as many parameters as the softmax's: a mixture has fewer LSTM units, and contexts
-    /// of half the softmax's units. (With all units, nine contexts would have a dozen dimensions.)
+    /// Returns the recipe of a head's model with as many parameters as the softmax's: a mixture has fewer LSTM units,
+    /// and contexts of half the softmax's units. (With all units, nine contexts would have a dozen dimensions.)
     pub(crate) fn equal(kind: HeadKind, setting: &Setting, recipe: &Recipe, device: &Device) -> Result<Recipe> {
         if kind == HeadKind::Softmax {
             return Ok(*recipe);
@@ -101,12 +101,12 @@ impl Captioner {
         Ok(if distance(&below)? < distance(&above)? { below } else { above })
     }
 
-    /// The number of units of an LSTM layer.
+    /// Returns the number of units of an LSTM layer.
     pub(crate) fn units(&self) -> usize {
         self.sizes.hidden
     }
 
-    /// The decoder's initial state for these images: from the mean of their features.
+    /// Returns the decoder's initial state for these images: from the mean of their features.
     pub(crate) fn encode(&self, images: &[usize]) -> Result<State> {
         let rows: Vec<u32> = images.iter().map(|&image| image as u32).collect();
         let images = self.setting.images.index_select(&Tensor::new(rows, &self.device)?, 0)?;
@@ -117,13 +117,13 @@ impl Captioner {
         self.decoder.start(features, &mean, mask)
     }
 
-    /// As [`RecurrentDecoder::decode`].
+    /// Computes the same as [`RecurrentDecoder::decode`].
     pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
         self.decoder.decode(ids, state, rng)
     }
 }
 
-/// Images per batch of an evaluation.
+/// The number of images of a batch in an evaluation.
 const EVALUATION_BATCH: usize = 32;
 
 impl Model for Captioner {
@@ -176,11 +176,11 @@ impl Model for Captioner {
 
     fn forward(&self, pairs: &[Pair], chosen: &Vec<usize>, _: &mut (), rng: Option<&mut StdRng>) -> Result<Forward> {
         let captions: Vec<&[u32]> = chosen.iter().map(|&i| pairs[i].caption.as_slice()).collect();
-        let of_captions: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
-        let mut images = of_captions.clone();
+        let caption_images: Vec<usize> = chosen.iter().map(|&i| pairs[i].image).collect();
+        let mut images = caption_images.clone();
         images.dedup();
         let row = |image: &usize| images.iter().position(|other| other == image).map_or(0, |row| row as u32);
-        let rows = Tensor::new(of_captions.iter().map(row).collect::<Vec<_>>(), &self.device)?;
+        let rows = Tensor::new(caption_images.iter().map(row).collect::<Vec<_>>(), &self.device)?;
         let (inputs, targets) = inputs_and_targets(&captions, &self.device)?;
         let hidden = self.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
         Ok(Forward { hidden, targets, penalty: None })

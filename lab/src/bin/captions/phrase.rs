@@ -2,7 +2,7 @@
 
 use rand::Rng;
 
-/// What can be said, in any of several ways.
+/// A phrase can be said in any of several ways.
 #[derive(Clone, Debug)]
 pub(crate) enum Phrase {
     /// Words, separated by spaces; none if empty.
@@ -14,12 +14,12 @@ pub(crate) enum Phrase {
 }
 
 impl Phrase {
-    /// One of several words, all equally probable, separated by `|`.
+    /// Returns a phrase of one of several words, all equally probable, separated by `|`.
     pub(crate) fn any(words: &'static str) -> Self {
         Self::One(words.split('|').map(|words| (1.0, Self::Words(words))).collect())
     }
 
-    /// A random text.
+    /// Returns a random text.
     pub(crate) fn write(&self, rng: &mut impl Rng) -> String {
         let mut words = vec![];
         self.append(&mut words, rng);
@@ -43,7 +43,7 @@ impl Phrase {
         }
     }
 
-    /// The probability that `write` returns this text, summed over all ways to derive it; 0 if it never does.
+    /// Returns the probability that `write` returns this text, summed over all ways to derive it; 0 if it never does.
     pub(crate) fn probability(&self, text: &str) -> f64 {
         let words: Vec<&str> = text.split_whitespace().collect();
         let mut start = vec![0.0; words.len() + 1];
@@ -51,7 +51,7 @@ impl Phrase {
         self.read(&words, start)[words.len()]
     }
 
-    /// The probabilities that this many words are read, after this phrase, from those before it.
+    /// Returns the probabilities that this many words are read, after this phrase, from those before it.
     fn read(&self, text: &[&str], before: Vec<f64>) -> Vec<f64> {
         let nothing = || vec![0.0; before.len()];
         match self {

@@ -13,7 +13,7 @@ use serde_json::{json, Value};
 
 pub(crate) type Row = Outcome<Trained>;
 
-/// What is reported of a trained model.
+/// These are the results of a trained model.
 pub(crate) struct Trained {
     pub(crate) scores: Scores,
     /// The mean of training.
@@ -45,13 +45,13 @@ impl Trained {
     }
 }
 
-/// `count` evenly spaced ones of `total`.
+/// Returns `count` evenly spaced ones of `total`.
 pub(crate) fn spread(count: usize, total: usize) -> Vec<usize> {
     let count = count.min(total);
     (0..count).map(|i| (2 * i + 1) * total / (2 * count)).collect()
 }
 
-/// `count` captions with their references.
+/// Returns `count` captions with their references.
 pub(crate) fn samples(examples: &[Example], scores: &Scores, count: usize) -> String {
     let mut lines = vec![];
     for i in spread(count, examples.len()) {
@@ -79,7 +79,7 @@ pub(crate) fn table(rows: &[Row], scored: &str) -> String {
         "slowdown",
     ];
     let cells = |row: &Row| {
-        let value = |of: fn(&Trained) -> Option<f64>| row.more.as_ref().and_then(of);
+        let value = |select: fn(&Trained) -> Option<f64>| row.more.as_ref().and_then(select);
         vec![
             row.kind.name().to_owned(),
             number(value(|trained| Some(trained.units as f64)), 0),

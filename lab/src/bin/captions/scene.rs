@@ -49,7 +49,7 @@ impl Color {
     }
 }
 
-/// One to three equal objects.
+/// A group is one to three equal objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Group {
     pub(crate) count: usize,
@@ -83,15 +83,15 @@ impl Group {
         }
     }
 
-    /// Whether no picture for training has this shape in this colour.
+    /// Returns whether no picture for training has this shape in this colour.
     fn is_held_out(self) -> bool {
         self.color as usize == self.shape as usize + 1
     }
 }
 
 impl Scene {
-    /// A scene; all colours of a scene are different. With `held_out`, a group has a shape in a colour that no scene
-    /// without it has.
+    /// Returns a scene; all colours of a scene are different. With `held_out`, a group has a shape in a colour that no
+    /// scene without it has.
     pub(crate) fn draw(held_out: bool, rng: &mut StdRng) -> Self {
         loop {
             let (mut first, mut second) = (Group::draw(rng), Group::draw(rng));
@@ -113,7 +113,7 @@ impl Scene {
         }
     }
 
-    /// Whether it shows a shape in a colour that no picture for training has.
+    /// Returns whether it shows a shape in a colour that no picture for training has.
     pub(crate) fn is_new(&self) -> bool {
         self.groups().any(Group::is_held_out)
     }
@@ -122,7 +122,8 @@ impl Scene {
         std::iter::once(self.first).chain(self.other.map(|(_, group)| group))
     }
 
-    /// A picture: the red, green and blue of each pixel, row by row. Places, sizes, colours and the background vary.
+    /// Returns a picture: the red, green and blue of each pixel, row by row. Places, sizes, colours and the background
+    /// vary.
     pub(crate) fn picture(&self, rng: &mut StdRng) -> Vec<u8> {
         let mut canvas = Canvas::new(rng);
         let side = SIDE as f64;
@@ -148,7 +149,7 @@ impl Scene {
     }
 }
 
-/// Where a small object lies within a large shape.
+/// Returns where a small object lies within a large shape.
 fn inner(shape: Shape, [x, y]: [f64; 2], radius: f64) -> [f64; 2] {
     match shape {
         Shape::Triangle => [x, y + 0.3 * radius],
@@ -165,7 +166,7 @@ struct Canvas {
 }
 
 impl Canvas {
-    /// A grey background.
+    /// Returns a grey background.
     fn new(rng: &mut StdRng) -> Self {
         let grey = rng.random_range(120.0..170.0);
         Self { pixels: vec![[grey; 3]; SIDE * SIDE] }
@@ -203,14 +204,14 @@ impl Canvas {
         }
     }
 
-    /// The pixels, each with a noise of its own.
+    /// Returns the pixels, each with a noise of its own.
     fn noisy(self, rng: &mut StdRng) -> Vec<u8> {
         let channels = self.pixels.into_iter().flatten();
         channels.map(|channel| (channel + rng.random_range(-10.0..10.0)).clamp(0.0, 255.0) as u8).collect()
     }
 }
 
-/// Whether a shape of radius 1 around 0 covers a point; y grows downwards.
+/// Returns whether a shape of radius 1 around 0 covers a point; y grows downwards.
 fn covers(shape: Shape, x: f64, y: f64) -> bool {
     let distance = x.hypot(y);
     match shape {
@@ -243,7 +244,8 @@ mod tests {
         assert!((0..500).all(|_| !Scene::draw(false, &mut rng).is_new()));
     }
 
-    /// The mean place of the pixels that are closer to this colour than to grey or to any other, and their number.
+    /// Returns the mean place of the pixels that are closer to this colour than to grey or to any other, and their
+    /// number.
     fn seen(picture: &[u8], color: Color) -> ([f64; 2], usize) {
         let distance = |pixel: &[u8], other: [u8; 3]| -> f64 {
             pixel.iter().zip(other).map(|(&a, b)| (f64::from(a) - f64::from(b)).powi(2)).sum()

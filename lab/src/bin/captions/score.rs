@@ -5,13 +5,13 @@ use crate::model::Captioner;
 use candle_core::Tensor;
 use lab::words::{END, START};
 use lab::{bleu, cider, model::Model, progress, session::Session, Result};
-use mos_head::BeamSearch;
+use mos_head::decode::BeamSearch;
 
-/// What a trained model reaches.
+/// A trained model reaches these scores.
 pub(crate) struct Scores {
     /// Mean NLL per word, in nats.
     pub(crate) nll: f64,
-    /// The same of the images that show a shape in a colour that no image for training has.
+    /// The same for the images that show a shape in a colour that no image for training has.
     pub(crate) new_nll: Option<f64>,
     pub(crate) bleu: f64,
     pub(crate) cider: f64,
@@ -21,7 +21,7 @@ pub(crate) struct Scores {
     pub(crate) found: Vec<String>,
 }
 
-/// Images described together.
+/// The number of images that are described together.
 const BATCH: usize = 50;
 
 /// Scores the captions of these examples.
@@ -53,7 +53,7 @@ pub(crate) fn score(
     })
 }
 
-/// The caption of each image.
+/// Returns the caption of each image.
 fn describe(model: &Captioner, examples: &[Example], search: &BeamSearch) -> Result<Vec<String>> {
     let bar = progress::bar(examples.len(), "beam search".into());
     let mut found = vec![];

@@ -11,19 +11,20 @@ use lab::heads::Outcome;
 use lab::model::Model;
 use lab::words::{Words, PAD};
 use lab::{checkpoint::Checkpoint, init, recipe::Recipe, session::Session};
-use mos_head::{BeamSearch, LossOptions};
+use mos_head::decode::BeamSearch;
+use mos_head::LossOptions;
 
 const RECIPE: Recipe = Recipe { components: 2, hidden: 24, batch: 12, lr: 0.01, decay: 0.8, seed: 3, ..Recipe::BASE };
 
 fn session(kind: HeadKind, dataset: &Dataset, blind: bool, recipe: &Recipe) -> Session<Captioner> {
     let texts = dataset.train.iter().flat_map(|example| example.captions.iter().map(String::as_str));
-    let setting = Setting { images: dataset.images.clone(), words: Words::of_texts(texts, 1, &[]), blind };
+    let setting = Setting { images: dataset.images.clone(), words: Words::from_texts(texts, 1, &[]), blind };
     let data = dataset.encode(&setting.words).unwrap();
     let model = Captioner::new(kind, setting, recipe, &Device::Cpu).unwrap();
     Session::new(kind, model, data, recipe).unwrap()
 }
 
-/// Images with one of four features at each of two positions, and captions that name both, in either order.
+/// Makes images with one of four features at each of two positions, and captions that name both, in either order.
 fn features() -> Dataset {
     let names = ["circle", "square", "ring", "cross"];
     let (mut values, mut examples) = (vec![], vec![]);
@@ -79,9 +80,9 @@ fn every_variable_gets_a_gradient_and_a_blind_model_has_as_many() {
             let sums = init::sorted(model.varmap()).into_iter().map(|(name, var)| (name, sum(&var)));
             (sums.collect::<Vec<_>>(), model.parameters())
         };
-        let ((seeing, parameters), (blind, of_blind)) = (gradients(false), gradients(true));
+        let ((seeing, parameters), (blind, blind_parameters)) = (gradients(false), gradients(true));
         assert!(seeing.iter().all(|(_, sum)| sum.is_some_and(|sum| sum > 0.0)), "{kind:?} {seeing:?}");
-        assert_eq!(parameters, of_blind);
+        assert_eq!(parameters, blind_parameters);
         let without: Vec<&str> = blind.iter().filter(|(_, sum)| sum.is_none()).map(|(name, _)| name.as_str()).collect();
         assert!(without.len() == 6 && without.iter().all(|name| name.starts_with("encoder.conv")), "{without:?}");
     }
@@ -108,8 +109,8 @@ fn a_blind_model_says_the_same_of_all_images() {
     let nlls = |blind| {
         let session = session(HeadKind::Mos, &dataset, blind, &RECIPE);
         let caption = session.data.train[0].caption.clone();
-        let of = |image| session.evaluate(&[Pair { image, caption: caption.clone() }]).unwrap();
-        [of(0), of(1)]
+        let nll = |image| session.evaluate(&[Pair { image, caption: caption.clone() }]).unwrap();
+        [nll(0), nll(1)]
     };
     let ([first, second], [seen, other]) = (nlls(true), nlls(false));
     assert_eq!(first, second);

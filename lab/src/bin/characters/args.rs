@@ -46,14 +46,14 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Contexts are as wide as the alphabet.
+    /// Returns the recipe, whose contexts are as wide as the alphabet.
     pub(crate) fn recipe(&self, vocab: usize) -> Recipe {
         let defaults = if self.data.is_some() { FILE } else { BUILT_IN };
         self.recipe.over(Recipe { context: Some(vocab), bptt: self.bptt, ..defaults }, self.common.seed)
     }
 }
 
-/// The sizes of this head's model; all models have as many parameters as the softmax's.
+/// Returns the sizes of this head's model; all models have as many parameters as the softmax's.
 pub(crate) fn sizes(recipe: &Recipe, kind: HeadKind, vocab: usize) -> Sizes {
     let softmax = Sizes::new(HeadKind::Softmax, recipe, vocab);
     softmax.with_parameters(kind, softmax.parameters(HeadKind::Softmax))

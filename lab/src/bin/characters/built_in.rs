@@ -3,7 +3,7 @@
 
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
-/// Characters of the text, in whole sentences, at least.
+/// The least number of characters of the text, which has whole sentences.
 const LENGTH: usize = 150_000;
 const SEED: u64 = 1711;
 
@@ -18,7 +18,7 @@ const VERBS: &[&str] =
 const PLACES: &[&str] = &["near the bridge", "in the north", "behind the mill", "at sea", "under the oak", "by night"];
 const REPORTS: &[&str] = &["says", "thinks", "denies", "expects", "writes"];
 
-/// The same text in every run.
+/// Returns the same text in every run.
 pub(crate) fn built_in() -> String {
     let mut writer = Writer(StdRng::seed_from_u64(SEED));
     let mut text = String::new();
@@ -36,7 +36,7 @@ impl Writer {
         self.0.random::<f64>() < probability
     }
 
-    /// The word of rank r has a probability proportional to 1 / r.
+    /// Draws a word. The word of rank r has a probability proportional to 1 / r.
     fn word(&mut self, words: &[&'static str]) -> &'static str {
         let total: f64 = (1..=words.len()).map(|rank| 1.0 / rank as f64).sum();
         let mut left = self.0.random::<f64>() * total;
@@ -59,18 +59,18 @@ impl Writer {
         }
     }
 
-    /// A sum of two numbers of up to two digits.
+    /// Returns a sum of two numbers of up to two digits.
     fn sum(&mut self) -> String {
         let (a, b) = (self.0.random_range(0..60u32), self.0.random_range(0..60u32));
         format!("{a} and {b} are {}.", a + b)
     }
 
-    /// Subject, verb that agrees with it in number, object, and at times a place.
+    /// Makes a clause of a subject, a verb that agrees with it in number, an object, and at times a place.
     fn clause(&mut self) -> String {
-        let plural = self.with(0.4);
-        let verb = self.word(VERBS).to_owned() + if plural { "" } else { "s" };
-        let of_many = self.with(0.5);
-        let (subject, object) = (self.noun_phrase(plural), self.noun_phrase(of_many));
+        let is_subject_plural = self.with(0.4);
+        let verb = self.word(VERBS).to_owned() + if is_subject_plural { "" } else { "s" };
+        let is_object_plural = self.with(0.5);
+        let (subject, object) = (self.noun_phrase(is_subject_plural), self.noun_phrase(is_object_plural));
         let place = if self.with(0.3) { format!(" {}", self.word(PLACES)) } else { String::new() };
         format!("{subject} {verb} {object}{place}")
     }

@@ -14,7 +14,7 @@ pub(crate) struct Corpus {
     pub(crate) test: Vec<u32>,
 }
 
-/// Least number of characters: with fewer, some part would have no target.
+/// The least number of characters: with fewer, some part would have no target.
 const SHORTEST: usize = 40;
 
 impl Corpus {
@@ -36,7 +36,7 @@ impl Corpus {
         Ok(Self { data, alphabet, test })
     }
 
-    /// The character that sampled text continues: a newline, if the alphabet has one.
+    /// Returns the character that sampled text continues: a newline, if the alphabet has one.
     pub(crate) fn start(&self) -> u32 {
         self.alphabet.iter().position(|&c| c == '\n').unwrap_or(0) as u32
     }

@@ -2,8 +2,8 @@
 //!
 //!     cargo run --release -p lab --bin characters
 //!
-//! The opposite of `language_model` (Yang et al., appendix C.2): with no more characters than dimensions, vocab <= d, one
-//! softmax can represent every log-probability matrix, so there is no bottleneck for a mixture to break. All models
+//! The opposite of `language_model` (Yang et al., appendix C.2): with no more characters than dimensions, vocab <= d,
+//! one softmax can represent every log-probability matrix, so there is no bottleneck for a mixture to break. All models
 //! have as many parameters as the softmax's. The mixtures' contexts are as wide as the alphabet, so that their
 //! softmaxes have no bottleneck either; their larger projection (K d (hidden + 1) parameters, several times the
 //! decoder's) is compensated by fewer LSTM units, as in the paper's table. With the softmax's LSTM, their contexts

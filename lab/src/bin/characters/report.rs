@@ -10,7 +10,7 @@ use serde_json::{json, Value};
 pub(crate) type Row = Outcome<f64>;
 
 pub(crate) fn bits(nll: f64) -> f64 {
-    Measure::BitsPerCharacter.of(nll)
+    Measure::BitsPerCharacter.shown(nll)
 }
 
 pub(crate) fn table(rows: &[Row], sizes: impl Fn(HeadKind) -> HeadSizes) -> String {
@@ -28,7 +28,7 @@ pub(crate) fn table(rows: &[Row], sizes: impl Fn(HeadKind) -> HeadSizes) -> Stri
     report::table(&columns, &rows.iter().map(cells).collect::<Vec<_>>())
 }
 
-/// How the mixture of softmaxes compares with the softmax, if both were trained.
+/// Says how the mixture of softmaxes compares with the softmax, if both were trained.
 pub(crate) fn summary(rows: &[Row], sizes: impl Fn(HeadKind) -> HeadSizes) -> Option<String> {
     let find = |kind| rows.iter().find(|row| row.kind == kind && row.diverged.is_none());
     let difference = bits(find(HeadKind::Mos)?.valid_nll - find(HeadKind::Softmax)?.valid_nll);

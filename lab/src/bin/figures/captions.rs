@@ -10,20 +10,20 @@ const SYSTEMS: [(&str, &str); 4] =
 /// The scores of the test images with their decimals.
 const SCORES: [(&str, usize); 5] = [("nll", 3), ("new_nll", 3), ("bleu_4", 1), ("cider", 1), ("right", 1)];
 
-/// The seeds of a decoder.
-fn of_system<'a>(lines: &[&'a Line], (head, sees): (&str, &str)) -> Vec<&'a Line> {
+/// Returns the seeds of a decoder.
+fn seeds_of<'a>(lines: &[&'a Line], (head, sees): (&str, &str)) -> Vec<&'a Line> {
     lines.iter().copied().filter(|line| line.is("head", head) && line.is("sees", sees)).collect()
 }
 
-/// NLL in nats per word, BLEU-4, CIDEr-D and the share of captions that are right.
+/// Makes the table of NLL in nats per word, BLEU-4, CIDEr-D and the share of captions that are right.
 pub(crate) fn captions(results: &Results) -> Result<String> {
-    let lines = results.of("captions");
+    let lines = results.lines_of("captions");
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }
     let mut rows = vec![];
     for system in SYSTEMS {
-        let seeds = of_system(&lines, system);
+        let seeds = seeds_of(&lines, system);
         let Some(first) = seeds.first() else { continue };
         let mut row = vec![head_with_components(first)];
         row.extend([system.1.into(), format!("`{}`", first.text("setting")), count(need(first, "parameters")?)]);
@@ -41,12 +41,12 @@ pub(crate) fn captions(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// BLEU-4 and CIDEr-D of the decoders that see the image.
+/// Makes the table of BLEU-4 and CIDEr-D of the decoders that see the image.
 pub(crate) fn summary(results: &Results) -> Result<String> {
-    let lines = results.of("captions");
+    let lines = results.lines_of("captions");
     let mut parts = vec![];
     for system in &SYSTEMS[..2] {
-        let seeds = of_system(&lines, *system);
+        let seeds = seeds_of(&lines, *system);
         if seeds.is_empty() {
             return Ok("not run yet".into());
         }

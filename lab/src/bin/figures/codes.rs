@@ -3,9 +3,9 @@
 use crate::results::{Line, Result, Results};
 use crate::tables::{count, digits, markdown, need, source};
 
-/// Language models over words and over codes.
+/// Makes the table of language models over words and over codes.
 pub(crate) fn codes(results: &Results) -> Result<String> {
-    let lines = results.of("codes");
+    let lines = results.lines_of("codes");
     let row = |line: &&Line| {
         let by_seed = |key: &str| {
             let numbers: Vec<String> = line.numbers(key).into_iter().map(|number| format!("{number:.1}")).collect();
@@ -28,9 +28,9 @@ pub(crate) fn codes(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// Translation with mixtures over words, pieces and codes.
+/// Makes the table of translation with mixtures over words, pieces and codes.
 pub(crate) fn fast_mos(results: &Results) -> Result<String> {
-    let lines = results.of("fast-mos");
+    let lines = results.lines_of("fast-mos");
     let row = |line: &&Line| {
         let optional =
             |key, digits: usize| line.number(key).map_or(String::new(), |number| format!("{number:.digits$}"));
@@ -50,9 +50,9 @@ pub(crate) fn fast_mos(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, true))
 }
 
-/// Words into the cells of a table.
+/// Makes the table of assignments of words to the cells of a table.
 pub(crate) fn assignment(results: &Results) -> Result<String> {
-    let lines = results.of("assignment");
+    let lines = results.lines_of("assignment");
     let row = |line: &&Line| {
         let gap = line.number("gap_percent").map_or(String::new(), |percent| format!("{percent:.1}%"));
         let [shape, implementation] = ["shape", "implementation"].map(|key| line.text(key).to_owned());

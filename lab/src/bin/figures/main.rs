@@ -4,8 +4,8 @@
 //!     cargo run --release -p lab --bin figures
 //!
 //! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`; `tables.rs` lists the names.
-//! Tables of time and memory show the processor on which this crate was measured last, and the newest measurement there;
-//! a training step's other processors have a table of their own.
+//! Tables of time and memory show the processor on which this crate was measured last, and the newest measurement
+//! there; a training step's other processors have a table of their own.
 //!
 //! `tests.rs` fails if a picture or a table is not what this command makes.
 
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The repository.
+/// Returns the repository.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the lab is a folder of the repository")
 }

@@ -8,13 +8,13 @@ use crate::{pictures, tables};
 /// The documents in which tables may stand.
 pub(crate) const DOCUMENTS: [&str; 4] = ["README.md", "lab/README.md", "benches/RESULTS.md", "docs/measurements.md"];
 
-/// The documents that exist, with their texts.
+/// Returns the documents that exist, with their texts.
 pub(crate) fn documents(root: &Path) -> Result<Vec<(&'static str, String)>> {
     let existing = DOCUMENTS.into_iter().filter(|path| root.join(path).exists());
     existing.map(|path| Ok((path, read(root, path)?))).collect()
 }
 
-/// Paths below `root` and the texts that belong there: pictures, documents with their tables, and the
+/// Returns paths below `root` and the texts that belong there: pictures, documents with their tables, and the
 /// measurements that are not replaced.
 pub(crate) fn outputs(root: &Path) -> Result<Vec<(String, String)>> {
     let results = Results::load(root)?;

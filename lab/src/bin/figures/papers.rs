@@ -11,7 +11,7 @@ use crate::{captions, vocabularies};
 
 const INDEX: &str = "lab/papers.jsonl";
 
-/// The tables of one paper.
+/// Makes the tables of one paper.
 pub(crate) fn papers(root: &Path, results: &Results, paper: &str) -> Result<String> {
     let mut rows = vec![];
     for (i, line) in read(root, INDEX)?.lines().enumerate() {
@@ -42,7 +42,7 @@ fn array<'a>(entry: &'a Value, key: &str) -> &'a [Value] {
     entry.get(key).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// A command as code; a remark as it is.
+/// Returns a command as code, and a remark as it is.
 fn command(text: &str) -> String {
     let programs =
         ["language_model ", "translation ", "captions ", "characters ", "bottleneck ", "step_time ", "scripts/"];
@@ -53,14 +53,14 @@ fn command(text: &str) -> String {
     }
 }
 
-/// What an epoch costs: its steps, times the seconds of a step of the preset.
+/// Returns what an epoch costs: its steps, times the seconds of a step of the preset.
 fn hours(price: &Value, results: &Results) -> Result<String> {
     let (Some(preset), Some(steps)) = (price[0].as_str(), price[1].as_f64()) else {
         return Err(format!("{INDEX}: a price is [preset, steps, remark], got {price}").into());
     };
     let remark =
         price[2].as_str().filter(|remark| !remark.is_empty()).map_or(String::new(), |text| format!(" ({text})"));
-    let lines = results.of("preset-seconds");
+    let lines = results.lines_of("preset-seconds");
     Ok(match lines.iter().find(|line| line.is("preset", preset)) {
         None => format!("`{preset}`: not measured"),
         Some(line) => {
@@ -69,7 +69,7 @@ fn hours(price: &Value, results: &Results) -> Result<String> {
     })
 }
 
-/// A text with the measurements in the place of names in braces.
+/// Returns a text with the measurements in the place of names in braces.
 fn expand(text: &str, results: &Results) -> Result<String> {
     let Some((before, rest)) = text.split_once('{') else { return Ok(text.to_owned()) };
     let (name, after) = rest.split_once('}').ok_or("a brace is not closed")?;
@@ -84,15 +84,15 @@ fn expand(text: &str, results: &Results) -> Result<String> {
     Ok(format!("{before}{value}{}", expand(after, results)?))
 }
 
-/// The perplexities of the small runs.
+/// Returns the perplexities of the small runs.
 fn heads(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.of(figure);
-    let of = |system: &str, key: &str| -> Result<Vec<f64>> {
+    let lines = results.lines_of(figure);
+    let values = |system: &str, key: &str| -> Result<Vec<f64>> {
         lines.iter().filter(|line| line.is("system", system)).map(|line| need(line, key)).collect()
     };
     let mut parts = vec![];
     for (system, name) in [("mos", "MoS"), ("moc", "MoC"), ("softmax", "softmax")] {
-        let [valid, test] = [of(system, "valid_perplexity")?, of(system, "test_perplexity")?];
+        let [valid, test] = [values(system, "valid_perplexity")?, values(system, "test_perplexity")?];
         if !valid.is_empty() {
             let seeds = if valid.len() == 1 { " (one seed)" } else { "" };
             parts.push(format!("{name} {} / {}{seeds}", mean_and_deviation(&valid, 1), mean_and_deviation(&test, 1)));
@@ -102,7 +102,7 @@ fn heads(results: &Results, figure: &str) -> Result<String> {
 }
 
 fn spelled(results: &Results) -> Result<String> {
-    let lines = results.of("spell");
+    let lines = results.lines_of("spell");
     let Some(line) = lines.first() else { return Ok(String::new()) };
     Ok(format!(
         "{}, validation, one seed: {} over strings, {} over the vocabulary alone; the word model {}",
@@ -113,9 +113,9 @@ fn spelled(results: &Results) -> Result<String> {
     ))
 }
 
-/// How many times as long as a position of the softmax's preset one of the mixture's takes.
+/// Returns how many times as long as a position of the softmax's preset one of the mixture's takes.
 fn slowdowns(results: &Results) -> Result<String> {
-    let lines = results.of("preset-seconds");
+    let lines = results.lines_of("preset-seconds");
     let each = |preset: &str| -> Result<Option<f64>> {
         let line: Option<&&Line> = lines.iter().find(|line| line.is("preset", preset));
         line.map(|line| Ok(need(line, "seconds")? / need(line, "positions")?)).transpose()

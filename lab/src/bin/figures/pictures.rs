@@ -61,7 +61,7 @@ fn svg(height: i32, draw: impl FnOnce(&Area) -> Result<()>) -> Result<String> {
     Ok(output)
 }
 
-/// Time and memory of a training step, mos-head beside the others, at two shapes.
+/// Draws the time and the memory of a training step, mos-head beside the others, at two shapes.
 pub(crate) fn step(results: &Results) -> Result<String> {
     let panels = [
         ("Penn Treebank model", beside(results, "ptb", 840.0)?),
@@ -88,11 +88,11 @@ pub(crate) fn step(results: &Results) -> Result<String> {
                 let font = Font(13.0, weight(i), HPos::Right);
                 text(area, &implementation(line), (TIME.left - 10, middle), font, INK)?;
             }
-            let of_panel = decoder_gradient_mib(lines[0], lines[0])?;
+            let panel_gradient = decoder_gradient_mib(lines[0], lines[0])?;
             TIME.bars(area, lines, "seconds", first, None, |seconds| digits(seconds) + " s")?;
-            MEMORY.bars(area, lines, "extra_mib", first, of_panel, |mib| format!("{mib:.0} MiB"))?;
+            MEMORY.bars(area, lines, "extra_mib", first, panel_gradient, |mib| format!("{mib:.0} MiB"))?;
             top = first + lines.len() as i32 * ROW + 40;
-            gradient = gradient.or(of_panel);
+            gradient = gradient.or(panel_gradient);
         }
         if let Some(mib) = gradient {
             let note = format!("Of this memory, {mib:.0} MiB (up to the white line) are the decoder's gradient.");
@@ -114,7 +114,7 @@ const TIME: Column = Column { left: 330, length: 95 };
 const MEMORY: Column = Column { left: 552, length: 105 };
 
 impl Column {
-    /// Bars from `top` on, each with its value and its ratio to the first; a white line ends a part of each.
+    /// Draws bars from `top` on, each with its value and its ratio to the first. A white line ends a part of each bar.
     fn bars(
         &self,
         area: &Area,
@@ -152,7 +152,7 @@ impl Column {
     }
 }
 
-/// The first row is mos-head's.
+/// Returns the weight of the font of a row. The first row is mos-head's.
 fn weight(row: usize) -> FontStyle {
     if row == 0 {
         FontStyle::Bold
@@ -169,14 +169,14 @@ fn implementation(line: &Line) -> String {
     }
 }
 
-/// The validation NLL of the three heads after each epoch, above the entropy of the language.
+/// Draws the validation NLL of the three heads after each epoch, above the entropy of the language.
 pub(crate) fn curves(results: &Results) -> Result<String> {
     const HEIGHT: i32 = 430;
     const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 250;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
-    let lines = results.of("curves");
+    let lines = results.lines_of("curves");
     let entropy = lines.iter().find_map(|line| line.number("entropy_nats")).ok_or("no entropy of the language")?;
     let mut curves = vec![];
     for (head, color) in HEADS {
@@ -259,15 +259,15 @@ fn end_labels(area: &Area, x: i32, y: impl Fn(f64) -> i32, mut ends: Vec<(f64, S
     Ok(())
 }
 
-/// The memory of a training step against the number of positions, mos-head beside the others; `None` if it was not
-/// measured.
+/// Draws the memory of a training step against the number of positions, mos-head beside the others; `None` if it was
+/// not measured.
 pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     const HEIGHT: i32 = 430;
     const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 270;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 76;
-    let lines = results.of("memory");
+    let lines = results.lines_of("memory");
     let Some(first) = lines.first() else { return Ok(None) };
     let mut curves: Vec<(String, Vec<(f64, f64)>)> = vec![];
     for line in &lines {
@@ -325,8 +325,8 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     Ok(Some(picture))
 }
 
-/// Perplexity against minutes of equal time, of every system that was trained so; `None` if none was. The axes hold every
-/// evaluation.
+/// Draws the perplexity against minutes of equal time, for every system that was trained so. Returns `None` if none
+/// was. The axes hold every evaluation.
 pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
     const HEIGHT: i32 = 500;
     const LEFT: i32 = 70;
@@ -382,25 +382,25 @@ pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
     Ok(Some(picture))
 }
 
-/// The smallest and the largest number.
+/// Returns the smallest and the largest number.
 fn bounds(numbers: impl Iterator<Item = f64>) -> (f64, f64) {
     numbers.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), number| (low.min(number), high.max(number)))
 }
 
-/// Where a number lies on a logarithmic axis, from 0 to 1.
+/// Returns where a number lies on a logarithmic axis, from 0 to 1.
 fn part(number: f64, low: f64, high: f64) -> f64 {
     (number / low).ln() / (high / low).ln()
 }
 
-/// The distribution of the singular values of the log-probabilities (Yang et al., 2018, figure 1), of the models that
-/// are measured first.
+/// Draws the distribution of the singular values of the log-probabilities (Yang et al., 2018, figure 1), of the models
+/// that are measured first.
 pub(crate) fn rank(results: &Results) -> Result<String> {
     const HEIGHT: i32 = 400;
     const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 260;
     const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
-    let mut lines = results.of("bottleneck");
+    let mut lines = results.lines_of("bottleneck");
     let shape = lines.first().map_or("", |line| line.text("shape"));
     lines.retain(|line| line.is("shape", shape));
     let (contexts, vocab) = match lines.first() {
@@ -438,7 +438,7 @@ pub(crate) fn rank(results: &Results) -> Result<String> {
     })
 }
 
-/// Another shape for each head, for readers who see no colours.
+/// Draws another shape for each head, for readers who see no colours.
 fn marker(area: &Area, head: &str, (x, y): (i32, i32), color: RGBColor) -> Result<()> {
     match head {
         "softmax" => area.draw(&Rectangle::new([(x - 5, y - 5), (x + 5, y + 5)], color.filled()))?,

@@ -7,7 +7,7 @@ const HEADS: [&str; 3] = ["softmax", "moc", "mos"];
 const VALIDATION: &str = "valid_perplexity_by_epoch";
 const BITS: &str = "valid_bits_per_character_by_epoch";
 
-/// What all three heads reach with equal numbers of parameters.
+/// Makes the table of what all three heads reach with equal numbers of parameters.
 pub(crate) fn examples(results: &Results) -> Result<String> {
     type Value = fn(&[&Line]) -> Result<String>;
     let table: [(&str, &str, Value); 6] = [
@@ -31,12 +31,12 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
     let mut used = vec![];
     let mut rows = vec![];
     for (figure, name, value) in table {
-        let lines = results.of(figure);
+        let lines = results.lines_of(figure);
         let mut row = vec![name.replace("{}", &lines.first().map_or(0, |line| epochs(line)).to_string())];
         for head in HEADS {
             // Other systems of the small runs have a mixture of softmaxes too.
-            let of_head = |line: &&Line| line.is("head", head) && ["", head].contains(&line.text("system"));
-            let lines: Vec<_> = lines.iter().copied().filter(of_head).collect();
+            let is_head = |line: &&Line| line.is("head", head) && ["", head].contains(&line.text("system"));
+            let lines: Vec<_> = lines.iter().copied().filter(is_head).collect();
             if lines.is_empty() {
                 return Err(format!("no {head} of {figure}").into());
             }
@@ -48,11 +48,13 @@ pub(crate) fn examples(results: &Results) -> Result<String> {
     Ok(markdown("| | softmax | mixture of contexts | mixture of softmaxes |", rows) + &source(&used, false))
 }
 
-/// The epochs that a line's model was trained for.
+/// Returns the epochs that a line's model was trained for.
 fn epochs(line: &Line) -> usize {
-    let of_each = |key| line.numbers(key).len();
+    let evaluation_count = |key| line.numbers(key).len();
     let evaluations = line.triples("evaluations");
-    evaluations.last().map_or(of_each(VALIDATION).max(of_each(BITS)), |[epoch, ..]| epoch.round() as usize)
+    evaluations
+        .last()
+        .map_or(evaluation_count(VALIDATION).max(evaluation_count(BITS)), |[epoch, ..]| epoch.round() as usize)
 }
 
 pub(crate) fn built_in_language(results: &Results) -> Result<String> {
@@ -63,12 +65,13 @@ pub(crate) fn built_in_language(results: &Results) -> Result<String> {
     })
 }
 
-/// Means over the seeds. The slowdown is the time of a step over the softmax's, each in its fastest run.
+/// Makes the table of means over the seeds. The slowdown is the time of a step over the softmax's, each in its fastest
+/// run.
 pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
     let header =
         "| head | learning rate | dropout | contexts | validation perplexity, by epoch | at the end | slowdown |";
     let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
-    let softmax = results.of("penn-treebank").first().map_or(0.0, |line| speed(line));
+    let softmax = results.lines_of("penn-treebank").first().map_or(0.0, |line| speed(line));
     by_head(results, "penn-treebank", header, |line| {
         Ok(vec![
             need(line, "lr")?.to_string(),
@@ -81,7 +84,7 @@ pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
     })
 }
 
-/// Every head by the paper's recipe, and what adapting the trained model gains.
+/// Makes the table of every head by the paper's recipe, and what adapting the trained model gains.
 pub(crate) fn recipe(results: &Results) -> Result<String> {
     let header = "| head | parameters | validation perplexity, by epoch | dynamic evaluation | cache | both |";
     by_head(results, "recipe", header, |line| {
@@ -93,9 +96,9 @@ pub(crate) fn recipe(results: &Results) -> Result<String> {
     })
 }
 
-/// The paper's recipe without one of its parts, after the recipe itself.
+/// Makes the table of the paper's recipe without one of its parts, after the recipe itself.
 pub(crate) fn regularisers(results: &Results) -> Result<String> {
-    let lines = results.of("regularisers");
+    let lines = results.lines_of("regularisers");
     let whole = last(lines.first().ok_or("no line of the whole recipe")?, VALIDATION)?;
     let row = |line: &&Line| {
         let found = last(line, VALIDATION)?;
@@ -111,10 +114,10 @@ pub(crate) fn regularisers(results: &Results) -> Result<String> {
     Ok(markdown("| recipe | after the last epoch | change | lowest |", rows) + &source(&lines, false))
 }
 
-/// The heads on cheaper vocabularies. At equal time: the last epoch that ends within the time of the first two with the
-/// whole vocabulary.
+/// Makes the table of the heads on cheaper vocabularies. At equal time: the last epoch that ends within the time of the
+/// first two with the whole vocabulary.
 pub(crate) fn outputs(results: &Results) -> Result<String> {
-    let lines = results.of("outputs");
+    let lines = results.lines_of("outputs");
     let row = |line: &&Line| {
         let whole = lines.iter().find(|other| other.is("output", "full") && other.text("head") == line.text("head"));
         let whole = need(whole.ok_or("no line of the whole vocabulary")?, "positions_per_second")?;
@@ -137,17 +140,17 @@ pub(crate) fn outputs(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// The same trials of every head.
+/// Makes the table of the same trials of every head.
 pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.of(figure);
+    let lines = results.lines_of(figure);
     let mut rows = vec![];
     for trial in 1.. {
-        let of_trial: Vec<_> = lines.iter().filter(|line| line.number("trial") == Some(f64::from(trial))).collect();
-        let Some(mixture) = of_trial.iter().find(|line| !line.is("head", "softmax")) else { break };
+        let trial_lines: Vec<_> = lines.iter().filter(|line| line.number("trial") == Some(f64::from(trial))).collect();
+        let Some(mixture) = trial_lines.iter().find(|line| !line.is("head", "softmax")) else { break };
         let mut row = vec![need(mixture, "lr")?.to_string(), need(mixture, "dropout")?.to_string()];
         row.push(mixture.text("activation").into());
         for head in HEADS {
-            let line = of_trial.iter().find(|line| line.is("head", head));
+            let line = trial_lines.iter().find(|line| line.is("head", head));
             let line = line.ok_or_else(|| format!("no trial {trial} of {head}"))?;
             row.push(perplexity(need(line, "valid_perplexity")?));
         }
@@ -157,9 +160,9 @@ pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// A mixture of softmaxes with the same recipe from other initial values.
+/// Makes the table of a mixture of softmaxes with the same recipe from other initial values.
 pub(crate) fn initial_values(results: &Results) -> Result<String> {
-    let lines = results.of("initial-values");
+    let lines = results.lines_of("initial-values");
     let mut rows = vec![];
     for (activation, name) in [("tanh", "tanh"), ("identity", "linear")] {
         let mut row = vec![name.to_owned()];
@@ -175,9 +178,9 @@ pub(crate) fn initial_values(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// The rank of the log-probabilities of trained models.
+/// Makes the table of the rank of the log-probabilities of trained models.
 pub(crate) fn bottleneck(results: &Results) -> Result<String> {
-    let lines = results.of("bottleneck");
+    let lines = results.lines_of("bottleneck");
     let mut rows = vec![];
     for (i, line) in lines.iter().enumerate() {
         let same = i > 0 && lines[i - 1].text("shape") == line.text("shape");
@@ -212,20 +215,20 @@ pub(crate) fn characters(results: &Results) -> Result<String> {
     })
 }
 
-/// A table with one row per line, which starts with the head.
+/// Returns a table with one row per line, which starts with the head.
 fn by_head(
     results: &Results,
     figure: &str,
     header: &str,
     cells: impl Fn(&Line) -> Result<Vec<String>>,
 ) -> Result<String> {
-    let lines = results.of(figure);
+    let lines = results.lines_of(figure);
     let row = |line: &&Line| Ok([vec![head_with_components(line)], cells(line)?].concat());
     let rows = lines.iter().map(row).collect::<Result<_>>()?;
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// The name of a head, and the number of components of a mixture.
+/// Returns the name of a head, and the number of components of a mixture.
 pub(crate) fn head_with_components(line: &Line) -> String {
     let components = line.number("components").filter(|&components| components > 1.0);
     let components = components.map_or(String::new(), |components| format!(", K = {components}"));
@@ -248,19 +251,19 @@ fn last(line: &Line, key: &str) -> Result<f64> {
     line.numbers(key).last().copied().ok_or_else(|| format!("no numbers under \"{key}\"").into())
 }
 
-/// The mean and standard deviation of lines of a seed each.
+/// Returns the mean and standard deviation of lines of a seed each.
 pub(crate) fn over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
     let values = lines.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>()?;
     Ok(mean_and_deviation(&values, decimals))
 }
 
-/// The same of a score of texts.
+/// Returns the mean and standard deviation of a score of texts.
 pub(crate) fn score_over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
     let scores = lines.iter().map(|line| line.score(key).ok_or_else(|| format!("no score {key}")));
     Ok(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, decimals))
 }
 
-/// The mean and standard deviation of a line's numbers, one for each seed.
+/// Returns the mean and standard deviation of a line's numbers, one for each seed.
 fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
     let values = line.numbers(key);
     if values.len() < 2 {
@@ -269,7 +272,7 @@ fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
     Ok(mean_and_deviation(&values, decimals))
 }
 
-/// The mean of some numbers and, of more than one, the standard deviation.
+/// Returns the mean of some numbers and, of more than one, the standard deviation.
 pub(crate) fn mean_and_deviation(values: &[f64], decimals: usize) -> String {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;

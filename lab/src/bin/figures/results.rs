@@ -10,10 +10,10 @@ pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 pub(crate) const FILES: [&str; 10] =
     ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs", "codes", "runs"];
-/// Where a measurement comes from.
+/// These keys say where a measurement comes from.
 const REQUIRED: [&str; 4] = ["command", "processor", "date", "commit"];
 /// Figures of time and memory, of which tables show one processor: the one that was measured last.
-const OF_ONE_PROCESSOR: [&str; 17] = [
+const SHOWN_FOR_ONE_PROCESSOR: [&str; 17] = [
     "step",
     "without-gradients",
     "dtypes",
@@ -32,7 +32,7 @@ const OF_ONE_PROCESSOR: [&str; 17] = [
     "step-seconds",
     "vocabulary-seconds",
 ];
-/// What a measurement is of: a later line with the same values replaces an earlier one.
+/// These keys say what is measured: a later line with the same values replaces an earlier one.
 const IDENTITY: [&str; 21] = [
     "figure",
     "system",
@@ -86,7 +86,7 @@ impl Line {
         Ok(line)
     }
 
-    /// The text under `key`, empty if there is none.
+    /// Returns the text under `key`, empty if there is none.
     pub(crate) fn text(&self, key: &str) -> &str {
         self.values.get(key).and_then(Value::as_str).unwrap_or("")
     }
@@ -95,7 +95,7 @@ impl Line {
         self.values.get(key).and_then(Value::as_f64)
     }
 
-    /// The numbers of the array under `key`, empty if there is none.
+    /// Returns the numbers of the array under `key`, empty if there is none.
     pub(crate) fn numbers(&self, key: &str) -> Vec<f64> {
         self.values
             .get(key)
@@ -103,7 +103,7 @@ impl Line {
             .map_or(vec![], |all| all.iter().filter_map(Value::as_f64).collect())
     }
 
-    /// The arrays of three numbers in the array under `key`, empty if there is none.
+    /// Returns the arrays of three numbers in the array under `key`, empty if there is none.
     pub(crate) fn triples(&self, key: &str) -> Vec<[f64; 3]> {
         let triple = |value: &Value| {
             let numbers: Vec<f64> = value.as_array()?.iter().filter_map(Value::as_f64).collect();
@@ -112,7 +112,7 @@ impl Line {
         self.values.get(key).and_then(Value::as_array).map_or(vec![], |all| all.iter().filter_map(triple).collect())
     }
 
-    /// The number under `key` of the object `scores`.
+    /// Returns the number under `key` of the object `scores`.
     pub(crate) fn score(&self, key: &str) -> Option<f64> {
         self.values.get("scores")?.get(key)?.as_f64()
     }
@@ -121,7 +121,7 @@ impl Line {
         self.text(key) == value
     }
 
-    /// Whether it measures PyTorch.
+    /// Returns whether it measures PyTorch.
     pub(crate) fn is_of_peer(&self) -> bool {
         self.text("implementation").starts_with("PyTorch")
     }
@@ -145,15 +145,16 @@ impl Results {
         let mut lines = vec![];
         for file in FILES {
             let path = format!("benches/results/{file}.jsonl");
-            let of_file = parse(&read(root, &path)?).map_err(|error| format!("{path}, {error}"))?;
-            let of_file = Self::new(of_file).lines;
-            files.push((path, of_file.iter().map(|line| line.text.clone() + "\n").collect()));
-            lines.extend(of_file);
+            let parsed = parse(&read(root, &path)?).map_err(|error| format!("{path}, {error}"))?;
+            let lasting = Self::new(parsed).lines;
+            files.push((path, lasting.iter().map(|line| line.text.clone() + "\n").collect()));
+            lines.extend(lasting);
         }
         Ok(Results { lines, files })
     }
 
-    /// A line takes the place of an earlier one of the same measurement; lines that no table shows do not hold.
+    /// Keeps the lines that hold. A line takes the place of an earlier one of the same measurement; lines that no table
+    /// shows do not hold.
     pub(crate) fn new(lines: Vec<Line>) -> Self {
         let mut kept: Vec<Line> = vec![];
         for line in lines {
@@ -163,45 +164,46 @@ impl Results {
             }
         }
         let mut results = Results { lines: kept, files: vec![] };
-        for figure in OF_ONE_PROCESSOR.into_iter().filter(|figure| *figure != "step") {
+        for figure in SHOWN_FOR_ONE_PROCESSOR.into_iter().filter(|figure| *figure != "step") {
             let processor = results.processor(figure).to_owned();
             results.lines.retain(|line| !line.is("figure", figure) || line.is("processor", &processor));
         }
         results
     }
 
-    /// Every file without the lines that do not hold.
+    /// Returns every file without the lines that do not hold.
     pub(crate) fn files(&self) -> &[(String, String)] {
         &self.files
     }
 
-    /// The processor that this crate was measured on last, by the date, and by the order of lines of one date.
+    /// Returns the processor that this crate was measured on last, by the date, and by the order of lines of one date.
     fn processor(&self, figure: &str) -> &str {
         let ours = self.lines.iter().filter(|line| line.is("figure", figure) && !line.is_of_peer());
         ours.max_by_key(|line| line.text("date")).map_or("", |line| line.text("processor"))
     }
 
-    /// The lines of a figure. A figure of time or memory has only the lines of the processor that was measured last.
-    pub(crate) fn of(&self, figure: &str) -> Vec<&Line> {
+    /// Returns the lines of a figure. A figure of time or memory has only the lines of the processor that was measured
+    /// last.
+    pub(crate) fn lines_of(&self, figure: &str) -> Vec<&Line> {
         let processor = self.processor(figure);
-        let is_shown = |line: &&Line| !OF_ONE_PROCESSOR.contains(&figure) || line.is("processor", processor);
+        let is_shown = |line: &&Line| !SHOWN_FOR_ONE_PROCESSOR.contains(&figure) || line.is("processor", processor);
         self.lines.iter().filter(|line| line.is("figure", figure)).filter(is_shown).collect()
     }
 
-    /// Training steps on all other processors.
+    /// Returns the training steps on all other processors.
     pub(crate) fn steps_elsewhere(&self) -> Vec<&Line> {
         let processor = self.processor("step");
         self.lines.iter().filter(|line| line.is("figure", "step") && !line.is("processor", processor)).collect()
     }
 }
 
-/// All lines of one file, including those that are replaced.
+/// Returns all lines of one file, including those that are replaced.
 pub(crate) fn parse(text: &str) -> Result<Vec<Line>> {
     let line = |(i, line)| Line::parse(line).map_err(|error| format!("line {}: {error}", i + 1).into());
     text.lines().enumerate().map(line).collect()
 }
 
-/// A text file, with the ends of lines of Unix whatever git made of them.
+/// Returns a text file, with the ends of lines of Unix whatever git made of them.
 pub(crate) fn read(root: &Path, path: &str) -> Result<String> {
     let text = fs::read_to_string(root.join(path)).map_err(|error| format!("cannot read {path}: {error}"))?;
     Ok(text.replace("\r\n", "\n"))

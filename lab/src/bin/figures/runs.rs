@@ -9,7 +9,7 @@ const SYSTEMS: [&str; 6] = ["softmax", "moc", "mos", "sampled", "adaptive", "cod
 /// Minutes of equal time.
 pub(crate) const MINUTES: [f64; 3] = [10.0, 20.0, 40.0];
 
-/// The name of a system in a table or a picture.
+/// Returns the name of a system in a table or a picture.
 pub(crate) fn system_name(system: &str) -> String {
     match system {
         "sampled" => "mixture of softmaxes, sampled".into(),
@@ -19,33 +19,34 @@ pub(crate) fn system_name(system: &str) -> String {
     }
 }
 
-/// The systems that a figure has lines of.
+/// Returns the systems that a figure has lines of.
 fn systems<'a>(lines: &[&'a Line]) -> Vec<(&'static str, Vec<&'a Line>)> {
-    let of = |system: &str| lines.iter().copied().filter(|line| line.is("system", system)).collect::<Vec<_>>();
-    SYSTEMS.into_iter().map(|system| (system, of(system))).filter(|(_, lines)| !lines.is_empty()).collect()
+    let system_lines =
+        |system: &str| lines.iter().copied().filter(|line| line.is("system", system)).collect::<Vec<_>>();
+    SYSTEMS.into_iter().map(|system| (system, system_lines(system))).filter(|(_, lines)| !lines.is_empty()).collect()
 }
 
-fn of_system<'a>(lines: &[&'a Line], system: &str) -> Option<&'a Line> {
+fn first_of_system<'a>(lines: &[&'a Line], system: &str) -> Option<&'a Line> {
     lines.iter().copied().find(|line| line.is("system", system))
 }
 
-fn of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
+fn first_of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
     lines.iter().copied().find(|line| line.number("trial") == Some(f64::from(trial)))
 }
 
-/// The validation perplexity of each trial, by its flags.
+/// Makes the table of the validation perplexity of each trial, by its flags.
 pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.of(figure);
+    let lines = results.lines_of(figure);
     let systems = systems(&lines);
     if systems.is_empty() {
         return Ok(UNMEASURED.into());
     }
     let mut rows = vec![];
     for trial in 1.. {
-        let Some(any) = of_trial(&lines, trial) else { break };
+        let Some(any) = first_of_trial(&lines, trial) else { break };
         let mut row = vec![format!("`{}`", any.text("setting"))];
         for (_, lines) in &systems {
-            row.push(match of_trial(lines, trial) {
+            row.push(match first_of_trial(lines, trial) {
                 None => String::new(),
                 Some(line) => line.number("valid_perplexity").map_or("diverged".into(), perplexity),
             });
@@ -56,9 +57,9 @@ pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
     Ok(markdown(&format!("| flags | {} |", names.join(" | ")), rows) + &source(&lines, false))
 }
 
-/// The seeds of the best trial of every head: mean and standard deviation.
+/// Makes the table of the seeds of the best trial of every head: mean and standard deviation.
 pub(crate) fn finals(results: &Results, figure: &str, scores: &[(&str, &str)]) -> Result<String> {
-    let lines = results.of(figure);
+    let lines = results.lines_of(figure);
     let systems = systems(&lines);
     if systems.is_empty() {
         return Ok(UNMEASURED.into());
@@ -91,16 +92,17 @@ pub(crate) struct EqualTime {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// Every system that was trained for equal time. The mixture of softmaxes has its run of the first seed, which takes
-/// longer.
+/// Returns every system that was trained for equal time. The mixture of softmaxes has its run of the first seed, which
+/// takes longer.
 pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line>)> {
-    let (long, seconds) = (results.of("equal-time"), results.of("step-seconds"));
-    let whole: Vec<_> = results.of("ptb-small").into_iter().filter(|line| line.number("seed") == Some(1.0)).collect();
+    let (long, seconds) = (results.lines_of("equal-time"), results.lines_of("step-seconds"));
+    let whole: Vec<_> =
+        results.lines_of("ptb-small").into_iter().filter(|line| line.number("seed") == Some(1.0)).collect();
     let (mut found, mut used) = (vec![], vec![]);
     for system in SYSTEMS {
-        let Some(step) = of_system(&seconds, system) else { continue };
-        let longer = || if system == "mos" { of_system(&whole, system) } else { None };
-        let Some(line) = of_system(&long, system).or_else(longer) else { continue };
+        let Some(step) = first_of_system(&seconds, system) else { continue };
+        let longer = || if system == "mos" { first_of_system(&whole, system) } else { None };
+        let Some(line) = first_of_system(&long, system).or_else(longer) else { continue };
         used.extend([line, step]);
         found.push(EqualTime {
             system,
@@ -112,14 +114,14 @@ pub(crate) fn equal_time(results: &Results) -> Result<(Vec<EqualTime>, Vec<&Line
     Ok((found, used))
 }
 
-/// Minutes and perplexity of each evaluation.
+/// Returns the minutes and the perplexity of each evaluation.
 pub(crate) fn by_minutes(line: &Line, step: &Line) -> Result<Vec<(f64, f64)>> {
     let each = need(step, "seconds")?;
     let point = |[_, steps, perplexity]: [f64; 3]| (steps * each / 60.0, perplexity);
     Ok(line.triples("evaluations").into_iter().map(point).collect())
 }
 
-/// The perplexity at the last evaluation within these minutes.
+/// Returns the perplexity at the last evaluation within these minutes.
 pub(crate) fn within(points: &[(f64, f64)], minutes: f64) -> String {
     let last = points.iter().rfind(|(at, _)| *at <= minutes);
     last.map_or(String::new(), |(_, value)| perplexity(*value))
@@ -140,9 +142,9 @@ pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&used, true))
 }
 
-/// Seconds of a step of the papers' models.
+/// Makes the table of the seconds of a step of the papers' models.
 pub(crate) fn preset_seconds(results: &Results) -> Result<String> {
-    let lines = results.of("preset-seconds");
+    let lines = results.lines_of("preset-seconds");
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }

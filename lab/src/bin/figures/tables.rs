@@ -10,7 +10,7 @@ use crate::{captions, root, runs, vocabularies};
 
 type Generator = fn(&Results) -> Result<String>;
 
-/// What stands in place of a table that nothing has been measured for.
+/// This text stands in place of a table that nothing has been measured for.
 pub(crate) const UNMEASURED: &str = "Not measured yet.\n";
 
 /// The scores of a dialogue model: precision and recall of five responses.
@@ -78,7 +78,7 @@ pub(crate) const TABLES: [(&str, Generator); 48] = [
     ("papers-limits", |results| papers(root(), results, "limits")),
 ];
 
-/// `text` with every table between markers made anew.
+/// Returns `text` with every table between markers made anew.
 pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
     let mut output = String::new();
     let mut lines = text.lines();
@@ -95,7 +95,7 @@ pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
     Ok(output)
 }
 
-/// One shape of a training step beside other implementations.
+/// Makes the table of one shape of a training step beside other implementations.
 fn step(results: &Results, shape: &str, positions: f64) -> Result<String> {
     let lines = beside(results, shape, positions)?;
     let row = |line: &&Line| {
@@ -110,16 +110,17 @@ fn step(results: &Results, shape: &str, positions: f64) -> Result<String> {
     Ok(markdown("| | seconds | memory beyond parameters and inputs |", rows) + &source(&lines, true))
 }
 
-/// The size of the decoder's gradient in f32, at `ours`, and only if it is most of the memory there.
+/// Returns the size of the decoder's gradient in f32, at `ours`, and only if it is most of the memory there.
 pub(crate) fn decoder_gradient_mib(line: &Line, ours: &Line) -> Result<Option<f64>> {
     let mib = need(ours, "vocab")? * need(ours, "context")? * 4.0 / f64::from(1 << 20);
     let most = need(ours, "extra_mib")?;
     Ok(Some(mib).filter(|mib| std::ptr::eq(line, ours) && *mib > 0.5 * most))
 }
 
-/// The implementations of the whole step at one shape, mos-head first, the others from the fastest to the slowest.
+/// Returns the implementations of the whole step at one shape, mos-head first, the others from the fastest to the
+/// slowest.
 pub(crate) fn beside<'a>(results: &'a Results, shape: &str, positions: f64) -> Result<Vec<&'a Line>> {
-    let mut lines = in_order(results.of("step"))?;
+    let mut lines = in_order(results.lines_of("step"))?;
     lines.retain(|line| line.is("shape", shape) && line.number("positions") == Some(positions));
     lines.retain(|line| !is_products(line));
     match lines.first() {
@@ -132,7 +133,7 @@ fn is_products(line: &Line) -> bool {
     line.text("implementation").ends_with("products alone")
 }
 
-/// Steps by shape, falling number of positions, and time; in each group mos-head first and products last.
+/// Orders steps by shape, falling number of positions, and time; in each group mos-head first and products last.
 fn in_order(mut lines: Vec<&Line>) -> Result<Vec<&Line>> {
     const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
     for line in &lines {
@@ -155,7 +156,7 @@ fn seconds(line: &Line, key: &str) -> String {
 }
 
 fn steps(results: &Results) -> Result<String> {
-    let lines = in_order(results.of("step"))?;
+    let lines = in_order(results.lines_of("step"))?;
     let mut rows = vec![];
     for (i, line) in lines.iter().enumerate() {
         let is_new = i == 0 || sizes_key(lines[i - 1]) != sizes_key(line);
@@ -201,9 +202,9 @@ fn steps_elsewhere(results: &Results) -> Result<String> {
     Ok(markdown("| processor | shape | implementation | step | extra |", rows) + &source(&lines, false))
 }
 
-/// Training steps over cheaper vocabularies.
+/// Makes the table of training steps over cheaper vocabularies.
 fn output_steps(results: &Results) -> Result<String> {
-    let lines = results.of("output-step");
+    let lines = results.lines_of("output-step");
     let row = |line: &&Line| {
         let sizes = line.text("shape").to_owned();
         let memory = line.number("extra_mib").map_or_else(String::new, |mib| count(mib) + " MiB");
@@ -214,7 +215,7 @@ fn output_steps(results: &Results) -> Result<String> {
 }
 
 fn dtypes(results: &Results) -> Result<String> {
-    let lines = results.of("dtypes");
+    let lines = results.lines_of("dtypes");
     let row = |line: &&Line| {
         let peer = |implementation: &str| {
             let is_like = |peer: &&&Line| ["shape", "dtype"].iter().all(|key| peer.text(key) == line.text(key));
@@ -237,7 +238,7 @@ fn dtypes(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, true))
 }
 
-/// Logits and log-priors of a model that is sure of itself.
+/// Makes the table of logits and log-priors of a model that is sure of itself.
 fn confident(results: &Results) -> Result<String> {
     const CASES: [(&str, &str); 5] = [
         ("plain_ms", "plain"),
@@ -246,7 +247,7 @@ fn confident(results: &Results) -> Result<String> {
         ("wide_priors_ms", "log-priors over 40 nats"),
         ("confident_ms", "logits of scale 15, log-priors over 20 nats"),
     ];
-    let lines = results.of("confident");
+    let lines = results.lines_of("confident");
     let Some(line) = lines.first() else { return Ok(UNMEASURED.into()) };
     let plain = need(line, "plain_ms")?;
     let row = |(key, case): (&str, &str)| {
@@ -257,9 +258,9 @@ fn confident(results: &Results) -> Result<String> {
     Ok(markdown("| mixture with gradients, 84 positions of ptb | time | of plain |", rows) + &source(&lines, true))
 }
 
-/// Chunks of fewer rows than by default.
+/// Makes the table of chunks of fewer rows than by default.
 fn budget(results: &Results) -> Result<String> {
-    let lines = results.of("budget");
+    let lines = results.lines_of("budget");
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }
@@ -276,18 +277,18 @@ fn budget(results: &Results) -> Result<String> {
     Ok(markdown("| shape | rows of a chunk, at most | workspace | extra | step |", rows) + &source(&lines, true))
 }
 
-/// Positions per second of a whole language model.
+/// Makes the table of the positions per second of a whole language model.
 fn language_model(results: &Results) -> Result<String> {
     const IMPLEMENTATIONS: [&str; 3] = ["mos-head", "PyTorch, eager", "PyTorch, torch.compile"];
-    let lines = results.of("language-model");
+    let lines = results.lines_of("language-model");
     let ours = || lines.iter().filter(|line| !line.is_of_peer());
     let Some(first) = ours().next() else { return Ok(UNMEASURED.into()) };
     let row = |line: &&Line| {
         let mut row = vec![quality::head_with_components(line)];
         for implementation in IMPLEMENTATIONS {
-            let of_head =
+            let is_head =
                 |other: &&&Line| other.text("head") == line.text("head") && other.is("implementation", implementation);
-            let speed = lines.iter().find(of_head).map(|line| need(line, "positions_per_second")).transpose()?;
+            let speed = lines.iter().find(is_head).map(|line| need(line, "positions_per_second")).transpose()?;
             row.push(speed.map_or(String::new(), count));
         }
         Ok(row)
@@ -298,7 +299,7 @@ fn language_model(results: &Results) -> Result<String> {
 }
 
 fn without_gradients(results: &Results) -> Result<String> {
-    let lines = results.of("without-gradients");
+    let lines = results.lines_of("without-gradients");
     let row = |line: &&Line| {
         Ok(vec![
             sizes(line, false)?,
@@ -314,7 +315,7 @@ fn without_gradients(results: &Results) -> Result<String> {
 }
 
 fn instruction_sets(results: &Results) -> Result<String> {
-    let lines = results.of("instruction-sets");
+    let lines = results.lines_of("instruction-sets");
     let row = |line: &&Line| {
         Ok(vec![
             line.text("row_kernels").into(),
@@ -328,7 +329,7 @@ fn instruction_sets(results: &Results) -> Result<String> {
 }
 
 fn positions(results: &Results) -> Result<String> {
-    let lines = results.of("positions");
+    let lines = results.lines_of("positions");
     let row = |line: &&Line| {
         Ok(vec![
             count(need(line, "positions")?) + " positions",
@@ -340,9 +341,9 @@ fn positions(results: &Results) -> Result<String> {
     Ok(markdown("| ptb with | workspace | extra |", rows) + &source(&lines, true))
 }
 
-/// A whole model with each output layer.
+/// Makes the table of a whole model with each output layer.
 fn fine_tune(results: &Results) -> Result<String> {
-    let lines = results.of("fine-tune");
+    let lines = results.lines_of("fine-tune");
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }
@@ -358,10 +359,10 @@ fn fine_tune(results: &Results) -> Result<String> {
     Ok(markdown("| `--output` | parameters that are trained | a step | peak memory |", rows) + &source(&lines, true))
 }
 
-/// The ten most probable ids after one position.
+/// Makes the table of the ten most probable ids after one position.
 fn decoding(results: &Results) -> Result<String> {
     const SHAPES: [&str; 3] = ["v128256-k1-b1", "v10000-k15-b1", "v33278-k15-b1"];
-    let lines = results.of("decoding");
+    let lines = results.lines_of("decoding");
     let mut header = "| |".to_owned();
     let mut used = vec![];
     let mut rows = vec![];
@@ -390,14 +391,14 @@ fn decoding(results: &Results) -> Result<String> {
     Ok(markdown(&header, rows) + &source(&used, true))
 }
 
-/// The number of components in words.
+/// Makes the table of the number of components in words.
 pub(crate) fn softmaxes(line: &Line) -> Result<String> {
     let components = need(line, "components")?;
     Ok(if components == 1.0 { "one softmax".into() } else { format!("{components} softmaxes") })
 }
 
 fn decoding_all(results: &Results) -> Result<String> {
-    let lines = results.of("decoding");
+    let lines = results.lines_of("decoding");
     let find = |shape: &str, implementation: &str| {
         let mut lines = lines.iter();
         lines.find(|line| line.is("shape", shape) && line.is("implementation", implementation)).copied()
@@ -425,7 +426,7 @@ fn decoding_all(results: &Results) -> Result<String> {
 }
 
 fn decoding_heads(results: &Results) -> Result<String> {
-    let lines = results.of("decoding-heads");
+    let lines = results.lines_of("decoding-heads");
     let mut rows = vec![];
     for (head, name) in [
         ("softmax", "softmax of width 280"),
@@ -454,7 +455,7 @@ fn sizes_key(line: &Line) -> (&str, Option<f64>) {
     (line.text("shape"), line.number("positions"))
 }
 
-/// The shape, with all sizes or with the positions only if they are not the shape's own.
+/// Returns the shape, with all sizes or with the positions only if they are not the shape's own.
 fn sizes(line: &Line, full: bool) -> Result<String> {
     let (shape, positions) = (line.text("shape"), need(line, "positions")?);
     if full {
@@ -482,7 +483,7 @@ pub(crate) fn markdown(header: &str, rows: Vec<Vec<String>>) -> String {
     text
 }
 
-/// Where the numbers of a table come from: dates and commits, and the processors of timings.
+/// Says where the numbers of a table come from: dates and commits, and the processors of timings.
 pub(crate) fn source(lines: &[&Line], processors: bool) -> String {
     let all = |key| lines.iter().map(|line| line.text(key)).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>();
     let processors = if processors { all("processor").join("; ") + "; " } else { String::new() };
@@ -491,7 +492,7 @@ pub(crate) fn source(lines: &[&Line], processors: bool) -> String {
     format!("\n*{processors}{}, {noun} {}*\n", all("date").join(", "), commits.join(", "))
 }
 
-/// 10000 as "10 000"; four digits stay together.
+/// Writes 10000 as "10 000". Four digits stay together.
 pub(crate) fn count(number: f64) -> String {
     let digits = plain(number);
     let mut text = String::new();
@@ -508,7 +509,7 @@ fn plain(number: f64) -> String {
     format!("{number:.0}")
 }
 
-/// Three significant digits.
+/// Writes three significant digits.
 pub(crate) fn digits(number: f64) -> String {
     let decimals = match number {
         x if x < 1.0 => 3,
@@ -519,7 +520,7 @@ pub(crate) fn digits(number: f64) -> String {
     format!("{number:.decimals$}")
 }
 
-/// At most three significant digits, without zeros at the end.
+/// Writes at most three significant digits, without zeros at the end.
 pub(crate) fn short(number: f64) -> String {
     let text = digits(number);
     if text.contains('.') {
@@ -529,7 +530,7 @@ pub(crate) fn short(number: f64) -> String {
     }
 }
 
-/// Three significant digits, but none below a hundredth of a millisecond.
+/// Writes three significant digits, but none below a hundredth of a millisecond.
 fn milliseconds(number: f64) -> String {
     if number < 1.0 {
         format!("{number:.2}")

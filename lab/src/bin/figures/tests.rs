@@ -35,7 +35,7 @@ fn pictures_and_tables_are_made_of_the_measurements() {
 /// A label of a picture: its text, and the pixels that it covers, from left to right and from top to bottom.
 type Label = (String, [f64; 2], [f64; 2]);
 
-/// What stands between two quotes behind a name.
+/// Returns what stands between two quotes behind a name.
 fn attribute<'a>(tag: &'a str, name: &str) -> &'a str {
     let (_, rest) = tag.split_once(&format!(" {name}=\"")).unwrap_or_else(|| panic!("no {name} in {tag}"));
     rest.split('"').next().expect("at least one part")
@@ -45,7 +45,7 @@ fn number(tag: &str, name: &str) -> f64 {
     attribute(tag, name).parse().unwrap_or_else(|_| panic!("{name} is no number in {tag}"))
 }
 
-/// The labels of a picture, each as wide as in DejaVu Sans, which is one of the widest fonts.
+/// Returns the labels of a picture, each as wide as in DejaVu Sans, which is one of the widest fonts.
 fn labels(picture: &str) -> Vec<Label> {
     let label = |(tag, rest): (&str, &str)| {
         let text = rest.trim_start_matches('\n').split('\n').next().expect("at least one part").to_owned();
@@ -139,7 +139,7 @@ fn a_later_line_replaces_an_earlier_one_of_the_same_measurement() {
     let later = line().replace("1.5", "2.5").replace("0123abc", "89abcde");
     let elsewhere = line().replace("\"p\"", "\"q\"").replace("2026-11-21", "2026-11-20");
     let results = Results::new(parse(&[line(), later, elsewhere].join("\n")).expect("three lines"));
-    assert_eq!(seconds(results.of("step")), [Some(2.5)]);
+    assert_eq!(seconds(results.lines_of("step")), [Some(2.5)]);
     assert_eq!(seconds(results.steps_elsewhere()), [Some(1.5)]);
 }
 
@@ -150,11 +150,11 @@ fn tables_show_the_processor_that_was_measured_last() {
     let peer = line().replace("mos-head", "PyTorch, eager").replace("2026-11-21", "2026-11-23").replace("1.5", "3.5");
     let text = [newer, line(), peer].join("\n");
     let results = Results::new(parse(&text).expect("three lines"));
-    assert_eq!(seconds(results.of("step")), [Some(2.5)]);
+    assert_eq!(seconds(results.lines_of("step")), [Some(2.5)]);
     assert_eq!(seconds(results.steps_elsewhere()), [Some(1.5), Some(3.5)]);
     // Only steps have a table of other processors.
     let text = text.replace("\"step\"", "\"dtypes\"");
-    assert_eq!(seconds(Results::new(parse(&text).expect("three lines")).of("dtypes")), [Some(2.5)]);
+    assert_eq!(seconds(Results::new(parse(&text).expect("three lines")).lines_of("dtypes")), [Some(2.5)]);
 }
 
 fn seconds(lines: Vec<&results::Line>) -> Vec<Option<f64>> {

@@ -1,4 +1,5 @@
-//! Translation over words, byte pairs and codes with one softmax and nine (`lab/run_all.sh`): cost, quality, equal time.
+//! Translation over words, byte pairs and codes with one softmax and nine (`lab/run_all.sh`): cost, quality, equal
+//! time.
 
 use crate::quality::{over_seeds, perplexity, score_over_seeds};
 use crate::results::{Line, Result, Results};
@@ -26,7 +27,7 @@ struct Row<'a> {
 }
 
 fn rows(results: &Results) -> Vec<Row<'_>> {
-    let (trained, timed) = (results.of("multi30k-vocabularies"), results.of("vocabulary-seconds"));
+    let (trained, timed) = (results.lines_of("multi30k-vocabularies"), results.lines_of("vocabulary-seconds"));
     let pairs = SYSTEMS.into_iter().flat_map(|system| HEADS.map(|head| (system, head)));
     let row = |(system, head): (&'static str, &str)| {
         let is_of = |line: &&&Line| line.is("system", system) && line.is("head", head);
@@ -35,7 +36,7 @@ fn rows(results: &Results) -> Vec<Row<'_>> {
     pairs.map(row).filter(|row| !row.seeds.is_empty()).collect()
 }
 
-/// The test BLEU of a model's rows.
+/// Returns the test BLEU of a model's rows.
 pub(crate) fn summary(results: &Results, model: &str) -> Result<String> {
     let mut parts: Vec<String> = vec![];
     for row in rows(results).iter().filter(|row| row.system.starts_with(model)) {
@@ -45,15 +46,15 @@ pub(crate) fn summary(results: &Results, model: &str) -> Result<String> {
     Ok(if parts.is_empty() { "not run yet".into() } else { parts.join("; ") })
 }
 
-/// What a row is called: the model, what a target token is, and the number of softmaxes.
+/// Returns the name of a row: the model, what a target token is, and the number of softmaxes.
 fn names(row: &Row) -> Result<[String; 3]> {
     let (model, tokens) = row.system.split_once(", ").ok_or("a system has a model and its tokens")?;
     Ok([model.into(), tokens.into(), count(need(row.seeds[0], "components")?)])
 }
 
-/// The validation perplexity of the Transformer's trials, whose settings are the columns.
+/// Makes the table of the validation perplexity of the Transformer's trials, whose settings are the columns.
 pub(crate) fn trials(results: &Results) -> Result<String> {
-    let lines = results.of("multi30k-transformer-trials");
+    let lines = results.lines_of("multi30k-transformer-trials");
     let mut settings: Vec<&str> = vec![];
     for line in &lines {
         if !settings.contains(&line.text("setting")) {
@@ -65,11 +66,11 @@ pub(crate) fn trials(results: &Results) -> Result<String> {
     }
     let mut rows = vec![];
     for (system, head) in SYSTEMS.into_iter().flat_map(|system| HEADS.map(|head| (system, head))) {
-        let of: Vec<_> = lines.iter().filter(|line| line.is("system", system) && line.is("head", head)).collect();
-        let Some(first) = of.first() else { continue };
+        let trials: Vec<_> = lines.iter().filter(|line| line.is("system", system) && line.is("head", head)).collect();
+        let Some(first) = trials.first() else { continue };
         let mut row = vec![system.trim_start_matches("Transformer, ").into(), count(need(first, "components")?)];
         for setting in &settings {
-            let trial = of.iter().find(|line| line.is("setting", setting));
+            let trial = trials.iter().find(|line| line.is("setting", setting));
             let found = trial.map(|line| line.number("valid_perplexity").map_or("diverged".into(), perplexity));
             row.push(found.unwrap_or_default());
         }
@@ -79,7 +80,7 @@ pub(crate) fn trials(results: &Results) -> Result<String> {
     Ok(markdown(&format!("| target tokens | K |{settings}"), rows) + &source(&lines, false))
 }
 
-/// Sizes, time, memory, perplexity and BLEU of every system.
+/// Makes the table of sizes, time, memory, perplexity and BLEU of every system.
 pub(crate) fn vocabularies(results: &Results) -> Result<String> {
     let rows = rows(results);
     if rows.is_empty() {
@@ -105,7 +106,7 @@ pub(crate) fn vocabularies(results: &Results) -> Result<String> {
     Ok(markdown(header, rows.iter().map(cells).collect::<Result<_>>()?) + &source(&used, true))
 }
 
-/// The validation perplexity after some minutes of one core, of the first seed.
+/// Makes the table of the validation perplexity after some minutes of one core, of the first seed.
 pub(crate) fn equal_time(results: &Results) -> Result<String> {
     let timed: Vec<_> = rows(results).into_iter().filter_map(|row| row.step.map(|step| (row, step))).collect();
     if timed.is_empty() {

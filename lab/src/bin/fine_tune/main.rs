@@ -1,5 +1,5 @@
-//! Fine-tunes a language model with `Linear` and `cross_entropy`, and with the output layer of this crate: the seconds, the
-//! peak memory and the losses of a step. The model has the shape of llama2.c's with 15 million parameters.
+//! Fine-tunes a language model with `Linear` and `cross_entropy`, and with the output layer of this crate: the seconds,
+//! the peak memory and the losses of a step. The model has the shape of llama2.c's with 15 million parameters.
 //!
 //!     cargo run --release -p lab --bin fine_tune
 //!     cargo run --release -p lab --bin fine_tune -- --text FILE --output head --steps 200 --save tuned.safetensors
@@ -130,12 +130,12 @@ fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// Number of steps whose losses are compared: later, rounding grows with each step.
+/// The number of steps whose losses are compared. Later, rounding grows with each step.
 const COMPARED: usize = 6;
 /// Losses of f32 that differ by more than this are not those of the same training.
 const MOST_DIFFERENCE: f64 = 1e-4;
 
-/// The line of this program, called with the same flags for one output layer.
+/// Returns the line of this program, called with the same flags for one output layer.
 fn in_a_process(output: Output) -> Result<Value> {
     let name = output.name();
     eprintln!("{name}");
@@ -202,7 +202,7 @@ fn train(args: &Args, output: Output, show: impl Fn(usize, f64)) -> Result<Value
     }))
 }
 
-/// The median of the steps after the first, which also waits for memory.
+/// Returns the median of the steps after the first, which also waits for memory.
 fn median(mut seconds: Vec<f64>) -> Option<f64> {
     if seconds.len() > 1 {
         seconds.remove(0);
@@ -215,7 +215,8 @@ fn numbers(line: &Value, key: &str) -> Vec<f64> {
     line[key].as_array().map_or(vec![], |all| all.iter().filter_map(Value::as_f64).collect())
 }
 
-/// Of the losses of the first steps; NaN if one is missing, as one that is not finite is in JSON.
+/// Returns the largest difference of the losses of the first steps. It is NaN if a loss is missing, as one that is not
+/// finite is in JSON.
 fn largest_difference(a: &Value, b: &Value, steps: usize) -> f64 {
     let (a, b) = (numbers(a, "losses"), numbers(b, "losses"));
     if a.len().min(b.len()) < steps {

@@ -1,6 +1,6 @@
 //! A decoder in the shape of Llama (Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models",
-//! arXiv:2302.13971), without its output layer. candle-transformers computes the same by fused operations, which have no
-//! gradients; here are those that have: `RmsNorm::forward_diff`, `rope_slow`, `ops::softmax`.
+//! arXiv:2302.13971), without its output layer. candle-transformers computes the same by fused operations, which have
+//! no gradients; here are those that have: `RmsNorm::forward_diff`, `rope_slow`, `ops::softmax`.
 
 use candle_core::{Result, Tensor, D};
 use candle_nn::ops::{silu, softmax};
@@ -66,14 +66,15 @@ pub(crate) struct Llama {
 }
 
 impl Llama {
-    /// `vb` is the prefix `model` of a checkpoint; the embedding `[vocab, hidden]` is also the decoder of the output layer.
+    /// Makes the layers. `vb` is the prefix `model` of a checkpoint; the embedding `[vocab, hidden]` is also the
+    /// decoder of the output layer.
     pub(crate) fn new(config: Config, embedding: Tensor, vb: VarBuilder) -> Result<Self> {
         let Config { hidden, layers, heads, positions, .. } = config;
         let layers = (0..layers).map(|i| Layer::new(config, vb.pp("layers").pp(i))).collect::<Result<_>>()?;
         let half = hidden / heads / 2;
         let angle = |t: usize, i: usize| t as f64 / config.rope_theta.powf(i as f64 / half as f64);
-        let table = |of: fn(f64) -> f64| {
-            let values = (0..positions).flat_map(|t| (0..half).map(move |i| of(angle(t, i)) as f32));
+        let table = |function: fn(f64) -> f64| {
+            let values = (0..positions).flat_map(|t| (0..half).map(move |i| function(angle(t, i)) as f32));
             Tensor::from_iter(values, vb.device())?.reshape((positions, half))
         };
         let mask =
@@ -88,7 +89,7 @@ impl Llama {
         })
     }
 
-    /// Token ids `[batch, positions]` -> hidden states `[batch, positions, hidden]`.
+    /// Computes the hidden states `[batch, positions, hidden]` of token ids `[batch, positions]`.
     pub(crate) fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let mut hidden = self.embedding.forward(tokens)?;
         for layer in &self.layers {

@@ -7,7 +7,8 @@ use candle_nn::{Linear, Module, VarBuilder, VarMap};
 use clap::ValueEnum;
 use lab::checkpoint::Checkpoint;
 use lab::{init, Result};
-use mos_head::{LossOptions, LowRankAdapter, LowRankConfig, OutputLayer, SoftmaxHead};
+use mos_head::parts::{LowRankAdapter, LowRankConfig};
+use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -24,7 +25,7 @@ pub(crate) enum Output {
 }
 
 impl Output {
-    /// Its name in flags and tables.
+    /// Returns its name in flags and tables.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Output::Logits => "logits",
@@ -51,17 +52,17 @@ pub(crate) struct FineTuned {
 }
 
 impl FineTuned {
-    /// With random initial values of this seed; those of an adapter are without effect.
+    /// Makes a model with random initial values of this seed. Those of an adapter are without effect.
     pub(crate) fn new(config: Config, output: Output, rank: usize, seed: u64) -> Result<Self> {
         let Config { vocab, hidden, .. } = config;
         let (trained, frozen) = (VarMap::new(), VarMap::new());
-        let builder = |of: &VarMap| VarBuilder::from_varmap(of, DType::F32, &Device::Cpu);
+        let builder = |vars: &VarMap| VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu);
         let is_frozen = matches!(output, Output::Frozen | Output::Adapter);
-        let of_embedding = builder(if is_frozen { &frozen } else { &trained });
-        let embedding = of_embedding.get((vocab, hidden), "model.embed_tokens.weight")?;
+        let embedding_builder = builder(if is_frozen { &frozen } else { &trained });
+        let embedding = embedding_builder.get((vocab, hidden), "model.embed_tokens.weight")?;
         // No gradient goes to a tensor that is no variable: the embedding's use in the model is not trained either.
-        let of_model = if is_frozen { embedding.detach() } else { embedding.clone() };
-        let model = Llama::new(config, of_model, builder(&trained).pp("model"))?;
+        let model_embedding = if is_frozen { embedding.detach() } else { embedding.clone() };
+        let model = Llama::new(config, model_embedding, builder(&trained).pp("model"))?;
         let head = || SoftmaxHead::from_tensors(embedding.clone(), None);
         let output = match output {
             Output::Logits => Layer::Logits(Linear::new(embedding.clone(), None)),
@@ -78,7 +79,7 @@ impl FineTuned {
         Ok(tuned)
     }
 
-    /// A variable starts with the same values whatever the output layer is.
+    /// Draws the initial values. A variable starts with the same values whatever the output layer is.
     fn initialise(&self, config: Config, seed: u64) -> Result<()> {
         // Numbers of standard deviation 0.02, as Llama's.
         let scale = 0.02 * 3f64.sqrt();
@@ -89,17 +90,17 @@ impl FineTuned {
                 continue;
             }
             let scale = if name.ends_with("lora_A.weight") { 1.0 / (config.hidden as f64).sqrt() } else { scale };
-            init::uniform_of(&var, seed, &name, scale)?;
+            init::uniform_by_name(&var, seed, &name, scale)?;
         }
         Ok(())
     }
 
-    /// All variables, by name.
+    /// Returns all variables, by name.
     pub(crate) fn variables(&self) -> Vec<(String, Var)> {
         [&self.trained, &self.frozen].into_iter().flat_map(init::sorted).collect()
     }
 
-    /// The names of the variables that are trained but get no gradient.
+    /// Returns the names of the variables that are trained but get no gradient.
     pub(crate) fn without_gradient(&self, gradients: &GradStore) -> Vec<String> {
         let trained = init::sorted(&self.trained).into_iter();
         trained.filter(|(_, var)| gradients.get(var).is_none()).map(|(name, _)| name).collect()
@@ -139,7 +140,7 @@ impl FineTuned {
         Checkpoint { tensors, metadata: HashMap::new() }.save(path)
     }
 
-    /// The mean loss of the targets in nats, and the gradients; both `[batch, positions]`.
+    /// Returns the mean loss of the targets in nats, and the gradients; both `[batch, positions]`.
     pub(crate) fn step(&self, tokens: &Tensor, targets: &Tensor) -> Result<(f64, GradStore)> {
         let hidden = self.model.forward(tokens)?;
         match &self.output {

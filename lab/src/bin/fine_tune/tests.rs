@@ -31,11 +31,11 @@ fn args(flags: &[&str]) -> Args {
 fn the_head_has_the_loss_and_the_gradients_of_the_logits() {
     let [logits, head] = [Output::Logits, Output::Head].map(|output| FineTuned::new(CONFIG, output, 4, 7).unwrap());
     let (tokens, targets) = (ids((2, 9), 7), ids((2, 9), 11));
-    let ((expected, of_logits), (found, of_head)) =
+    let ((expected, logits_gradients), (found, head_gradients)) =
         (logits.step(&tokens, &targets).unwrap(), head.step(&tokens, &targets).unwrap());
     assert!((found - expected).abs() < 1e-5, "{found} {expected}");
     for ((name, a), (_, b)) in logits.variables().into_iter().zip(head.variables()) {
-        let (a, b) = (of_logits.get(&a).expect(&name), of_head.get(&b).expect(&name));
+        let (a, b) = (logits_gradients.get(&a).expect(&name), head_gradients.get(&b).expect(&name));
         let largest = a.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
         let difference = (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
         assert!(largest > 0.0 && difference < 1e-4 * largest, "{name}: {difference} of {largest}");
@@ -79,7 +79,7 @@ fn training_lowers_the_loss_and_saved_weights_continue_it() {
         train(&args(&["--output", "head", "--steps", "12", "--lr", "0.01", "--save", file]), Output::Head, |_, _| {});
     let losses = numbers(&first.unwrap(), "losses");
     assert!(losses[11] < losses[0] - 0.2, "{losses:?}");
-    // The same weights, whatever is trained next; an adapter starts without effect.
+    // The weights are the same, whatever is trained next; an adapter starts without effect.
     let next = |output| {
         let line = train(&args(&["--steps", "1", "--weights", file]), output, |_, _| {}).unwrap();
         numbers(&line, "losses")[0]
@@ -89,7 +89,7 @@ fn training_lowers_the_loss_and_saved_weights_continue_it() {
     for output in [Output::Head, Output::Frozen, Output::Adapter] {
         assert!((next(output) - expected).abs() < 1e-5, "{output:?}");
     }
-    // Of other sizes.
+    // The checkpoint has other sizes.
     let larger = Args { vocab_size: 700, ..args(&["--weights", file]) };
     let error = train(&larger, Output::Head, |_, _| {}).err().unwrap();
     assert!(error.to_string().contains("model.embed_tokens.weight is [600, 16], expected [700, 16]"), "{error}");
@@ -173,8 +173,8 @@ fn hidden_states_are_those_of_candle_transformers() {
     };
     let tuned = FineTuned::new(CONFIG, Output::Logits, 4, 7).unwrap();
     for (name, var) in tuned.variables() {
-        // Norms that are not all one.
-        lab::init::uniform_of(&var, 5, &name, 0.5).unwrap();
+        // The norms are not all one.
+        lab::init::uniform_by_name(&var, 5, &name, 0.5).unwrap();
     }
     let vb = VarBuilder::from_varmap(&tuned.trained, DType::F32, &Device::Cpu);
     let theirs = llama::Llama::load(vb, &config).unwrap();

@@ -22,7 +22,7 @@ fn failed(error: tokenizers::Error) -> Box<dyn std::error::Error> {
 }
 
 impl Text {
-    /// The built-in language.
+    /// Returns the built-in language.
     pub(crate) fn built_in(vocab: usize, seed: u64) -> Result<Self> {
         let corpus = Teacher::default().built_in(seed);
         let pieces = corpus.words.len();
@@ -32,7 +32,7 @@ impl Text {
         Ok(Self { name: NAME.into(), ids: corpus.data.train, pieces, learned: None })
     }
 
-    /// A file as token ids of a tokenizer, or else of a byte-pair encoding that is learned from its words.
+    /// Returns a file as token ids of a tokenizer, or else of a byte-pair encoding that is learned from its words.
     pub(crate) fn from_file(path: &Path, tokenizer: Option<&Path>, vocab: usize) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
         let name = path.display().to_string();
@@ -42,7 +42,7 @@ impl Text {
                 (tokenizer.map_err(|error| format!("cannot read {}: {error}", path.display()))?, false)
             }
             None => {
-                let mut tokenizer = Tokenizer::new(bpe::train(text.split_whitespace(), &[], (vocab, 2))?);
+                let mut tokenizer = Tokenizer::new(bpe::train(text.split_whitespace(), &[], vocab, 2)?);
                 tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
                 (tokenizer, true)
             }
@@ -65,7 +65,7 @@ impl Text {
         self.learned.as_ref().map_or(Ok(()), |tokenizer| tokenizer.save(path, false)).map_err(failed)
     }
 
-    /// Inputs and targets `[batch, positions]` of windows at random places: a target is the next input.
+    /// Draws inputs and targets `[batch, positions]` of windows at random places: a target is the next input.
     pub(crate) fn batch(&self, batch: usize, positions: usize, seed: u64) -> Result<[Tensor; 2]> {
         let last = self.ids.len().checked_sub(positions + 1).ok_or_else(|| {
             format!("{} has {} tokens, fewer than the {} of a window", self.name, self.ids.len(), positions + 1)

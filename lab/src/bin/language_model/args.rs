@@ -17,9 +17,9 @@ use lab::recipe::{describe, Recipe, RecipeFlags};
 use lab::table::TableFlags;
 use lab::values::{above_zero, below_one, not_negative, positive};
 use lab::Result;
-use mos_head::ContextActivation;
 #[cfg(feature = "mpi")]
-use mos_head::Mpi;
+use mos_head::distributed::Mpi;
+use mos_head::ContextActivation;
 use std::path::PathBuf;
 #[cfg(feature = "mpi")]
 use std::sync::Arc;
@@ -60,14 +60,15 @@ pub(crate) struct Args {
     /// Keep the N words that occur most in training, `<unk>` and `<eos>` among them; all others become `<unk>`
     #[arg(long, value_name = "N", value_parser = positive, requires = "data")]
     pub(crate) words: Option<usize>,
-    /// The sizes and the recipe of a paper, AWD-LSTM included, or `small`: its regularisers on 5 million parameters. Other
-    /// flags change them
+    /// The sizes and the recipe of a paper, AWD-LSTM included, or `small`: its regularisers on 5 million parameters.
+    /// Other flags change them
     #[arg(long, value_enum, requires = "data")]
     preset: Option<Preset>,
     /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves
     #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "search", "unigram_bias"])]
     pub(crate) finetune: Option<PathBuf>,
-    /// Start the decoder's bias at the logarithms of the ids' frequencies in the training text; --output nce always does
+    /// Start the decoder's bias at the logarithms of the ids' frequencies in the training text; --output nce always
+    /// does
     #[arg(long)]
     pub(crate) unigram_bias: bool,
     /// What lies between the head and the vocabulary
@@ -147,7 +148,7 @@ struct EvaluationFlags {
 }
 
 impl Args {
-    /// What --evaluate asks for.
+    /// Returns what --evaluate asks for.
     pub(crate) fn evaluation(&self) -> Option<Evaluation> {
         let flags = &self.evaluation;
         let (dynamic, cache) = self.preset.unwrap_or(Preset::PtbMos).adaptation();
@@ -172,8 +173,8 @@ impl Args {
         })
     }
 
-    /// The flags of training, with the head of the preset or of --spell; without heads that cannot have the output, if
-    /// all are asked for.
+    /// Returns the flags of training, with the head of the preset or of --spell; without heads that cannot have the
+    /// output, if all are asked for.
     pub(crate) fn training(&self) -> TrainingFlags {
         let flags = match self.spelling.word() {
             Some(_) => self.common.or_head("softmax"),
@@ -182,7 +183,7 @@ impl Args {
         flags.without(|kind| self.output.reason_against(kind))
     }
 
-    /// The processes that train: one without --mpi.
+    /// Returns the processes that train: one without --mpi.
     #[cfg(feature = "mpi")]
     pub(crate) fn ranks(&self) -> Result<Ranks> {
         if !self.mpi {
@@ -194,7 +195,7 @@ impl Args {
         Ok(Ranks::new(Arc::new(Mpi::new()?)))
     }
 
-    /// The process that trains: without the feature `mpi` there is no other.
+    /// Returns the process that trains: without the feature `mpi` there is no other.
     #[cfg(not(feature = "mpi"))]
     pub(crate) fn ranks(&self) -> Result<Ranks> {
         Ok(Ranks::default())
@@ -262,7 +263,7 @@ impl Args {
         Ok(recipe)
     }
 
-    /// With a tied decoder the width of the embedding is that of what the decoder multiplies: contexts, or the
+    /// Makes the embedding as wide as what a tied decoder multiplies: contexts, or the
     /// softmax's hidden state.
     fn tied(&self, recipe: Recipe) -> Result<Recipe> {
         let (embedding, context) = (self.recipe.embedding(), self.recipe.context());
@@ -270,8 +271,8 @@ impl Args {
             let message = format!("--embedding is {embedding}, but --context is {context}: they are one with --tied");
             return Err(message.into());
         }
-        let of_softmax = self.training().heads() == [HeadKind::Softmax];
-        if let Some((embedding, hidden)) = embedding.zip(self.recipe.hidden).filter(|(e, h)| of_softmax && e != h) {
+        let is_softmax = self.training().heads() == [HeadKind::Softmax];
+        if let Some((embedding, hidden)) = embedding.zip(self.recipe.hidden).filter(|(e, h)| is_softmax && e != h) {
             let message = format!("--embedding is {embedding}, but --hidden is {hidden}: they are one with --tied");
             return Err(message.into());
         }

@@ -6,11 +6,11 @@ use lab::Result;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CacheSettings {
-    /// Number of positions that are kept.
+    /// The number of positions that are kept.
     pub(crate) window: usize,
-    /// Factor of the inner products of hidden states.
+    /// The factor of the inner products of hidden states.
     pub(crate) theta: f64,
-    /// Weight of the cache in the mixture with the model, below 1.
+    /// The weight of the cache in the mixture with the model, below 1.
     pub(crate) lambda: f64,
 }
 
@@ -26,9 +26,9 @@ impl Cache {
         Self { settings, states: None, ids: vec![] }
     }
 
-    /// The negative log-likelihoods of the ids that follow these hidden states, [positions, hidden], in the mixture of
-    /// the model and the cache, from those of the model. Every position sees those before it, the ones of this call
-    /// included.
+    /// Returns the negative log-likelihoods of the ids that follow these hidden states, [positions, hidden], in the
+    /// mixture of the model and the cache, from those of the model. Every position sees those before it, the ones of
+    /// this call included.
     pub(crate) fn mix(&mut self, hidden: &Tensor, targets: &[u32], nll: &[f64]) -> Result<Vec<f64>> {
         let CacheSettings { window, theta, lambda } = self.settings;
         let before = self.ids.len();
@@ -65,7 +65,7 @@ impl Cache {
     }
 }
 
-/// `ln(exp(a) + exp(b))`.
+/// Computes `ln(exp(a) + exp(b))`.
 fn log_sum(a: f64, b: f64) -> f64 {
     let (high, low) = (a.max(b), a.min(b));
     if high == f64::NEG_INFINITY {
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
     use candle_core::Device;
 
-    /// Hidden states of width 2 that repeat with period 3.
+    /// Returns hidden states of width 2 that repeat with period 3.
     fn hidden(positions: usize) -> Tensor {
         let values: Vec<f32> = (0..positions).flat_map(|i| [[3.0, 0.0], [0.0, 3.0], [-3.0, 0.0]][i % 3]).collect();
         Tensor::from_vec(values, (positions, 2), &Device::Cpu).unwrap()

@@ -3,7 +3,7 @@
 use crate::args::Args;
 use candle_core::Device;
 use lab::checkpoint::Checkpoint;
-use lab::codes::{table_of, Coding};
+use lab::codes::{load_table, Coding};
 use lab::flags::TrainingFlags;
 use lab::output::{Entries, Output, OutputKind};
 use lab::table::WORDS_PER_CODE;
@@ -11,38 +11,39 @@ use lab::text::Corpus;
 use lab::{recipe::Recipe, Result};
 use mos_codes::{CodeTable, TableConfig};
 
-/// The table of the first checkpoint that training continues from. Others must have the same: their texts are checked.
+/// Returns the table of the first checkpoint that training continues from. Others must have the same: their texts are
+/// checked.
 fn resumed(flags: &TrainingFlags, config: TableConfig) -> Result<Option<CodeTable>> {
     for kind in flags.heads() {
         let leg = flags.leg(kind)?.map(|leg| leg.path).filter(|path| path.exists());
         let Some(path) = leg.or(flags.resume_path(kind)?) else { continue };
-        let table = table_of(&Checkpoint::load(&path, &Device::Cpu)?, "codes", config);
+        let table = load_table(&Checkpoint::load(&path, &Device::Cpu)?, "codes", config);
         return table.map(Some).map_err(|error| format!("{}: {error}", path.display()).into());
     }
     Ok(None)
 }
 
-/// The codes of the words, if the output has codes. Learns the table, if it is learned.
+/// Returns the codes of the words, if the output has codes. Learns the table, if it is learned.
 pub(crate) fn coding(args: &Args, corpus: &Corpus, recipe: &Recipe, device: &Device) -> Result<Option<Coding>> {
     let (words, output) = (&corpus.words, recipe.output.kind);
     if !output.is_coded() {
         return Ok(None);
     }
-    let counts = Entries::of(words, &corpus.data.train).counts;
+    let counts = Entries::count(words, &corpus.data.train).counts;
     let light = TableConfig::light_rnn(words.len());
-    let codes = args.tables.codes.unwrap_or(light.codes().max(words.len() / WORDS_PER_CODE));
+    let codes = args.tables.codes.unwrap_or(light.code_count().max(words.len() / WORDS_PER_CODE));
     let config = match output {
         OutputKind::LightRnn => light,
         OutputKind::HybridLightRnn => TableConfig::hybrid(words.len(), codes)?,
-        _ => return Ok(Some(Coding::of_pieces(words, &counts, codes)?)),
+        _ => return Ok(Some(Coding::from_pieces(words, &counts, codes)?)),
     };
     let recipe = Recipe { output: Output::FULL, ..*recipe };
     let table = match resumed(&args.training(), config)? {
         Some(table) => table,
-        None => args.tables.choose(config, (words, &counts), &corpus.data, &recipe, device)?,
+        None => args.tables.choose(config, words, &counts, &corpus.data, &recipe, device)?,
     };
     args.tables.draw(&table, words, &counts)?;
-    Ok(Some(Coding::of_table(&table, words)?))
+    Ok(Some(Coding::from_table(&table, words)?))
 }
 
 #[cfg(test)]

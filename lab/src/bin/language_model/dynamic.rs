@@ -27,11 +27,11 @@ pub(crate) struct DynamicSettings {
     pub(crate) epsilon: f64,
 }
 
-/// Parallel streams of the training text that the statistics are of.
+/// The number of parallel streams of the training text from which the statistics are taken.
 const STREAMS: usize = 100;
 
-/// The root mean square of every parameter's gradient over segments of `steps` steps of the training text; in the order
-/// of the names.
+/// Returns the root mean square of every parameter's gradient over segments of `steps` steps of the training text; in
+/// the order of the names.
 pub(crate) fn gradient_rms(model: &LanguageModel, train: &[u32], steps: usize) -> Result<Vec<Tensor>> {
     let vars = sorted(model.varmap());
     let recipe = Recipe { batch: STREAMS.min(train.len() - 1), bptt: steps, ..Recipe::BASE };

@@ -18,13 +18,13 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// What to evaluate a checkpoint with.
+/// A checkpoint is evaluated with these settings.
 #[derive(Clone, Debug)]
 pub(crate) struct Evaluation {
     pub(crate) file: PathBuf,
-    /// Where to write the model with the names of the released code.
+    /// The file to which the model is written with the names of the released code.
     pub(crate) export: Option<PathBuf>,
-    /// Steps of a segment of dynamic evaluation.
+    /// The number of steps of a segment of dynamic evaluation.
     pub(crate) steps: usize,
     pub(crate) dynamic: Option<DynamicSettings>,
     pub(crate) cache: Option<CacheSettings>,
@@ -32,7 +32,7 @@ pub(crate) struct Evaluation {
     pub(crate) json: bool,
 }
 
-/// Steps of a window without dynamic evaluation.
+/// The number of steps of a window without dynamic evaluation.
 const STEPS: usize = 70;
 
 /// Prints the perplexities of the corpus' validation and test texts.
@@ -74,10 +74,10 @@ pub(crate) fn run(evaluation: &Evaluation, corpus: &Corpus, device: &Device) -> 
     Ok(())
 }
 
-/// A checkpoint of this program or of the released code, if it is for the vocabulary of this corpus.
+/// Returns a checkpoint of this program or of the released code, if it is for the vocabulary of this corpus.
 pub(crate) fn readable(file: &Path, corpus: &Corpus, device: &Device) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::load(file, device)?;
-    let of_corpus = || {
+    let read = || {
         let output: Option<String> = checkpoint.optional("output")?;
         let is_coded = |name: &String| OutputKind::from_str(name, false).is_ok_and(OutputKind::is_coded);
         if let Some(name) = output.filter(is_coded) {
@@ -98,7 +98,7 @@ pub(crate) fn readable(file: &Path, corpus: &Corpus, device: &Device) -> Result<
         }
         Ok(Some(checkpoint))
     };
-    let released: Result<_> = of_corpus();
+    let released: Result<_> = read();
     Ok(released.map_err(|error| in_file(file, error))?.unwrap_or(checkpoint))
 }
 
@@ -106,15 +106,15 @@ fn in_file(file: &Path, error: Box<dyn std::error::Error>) -> String {
     format!("{}: {error}", file.display())
 }
 
-/// How a model is evaluated.
+/// A model is evaluated in this way.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Method<'a> {
-    /// Steps of a window; dynamic evaluation learns after each.
+    /// The number of steps of a window; dynamic evaluation learns after each.
     pub(crate) steps: usize,
     /// Dynamic evaluation, with the statistics of the gradients.
     pub(crate) dynamic: Option<(DynamicSettings, &'a [Tensor])>,
     pub(crate) cache: Option<CacheSettings>,
-    /// What the released code adds to every probability: 1e-8.
+    /// The number that the released code adds to every probability: 1e-8.
     pub(crate) floor: f64,
 }
 

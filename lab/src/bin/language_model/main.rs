@@ -2,32 +2,34 @@
 //!
 //!     cargo run --release -p lab --bin language_model
 //!
-//! Without data: 256,000 tokens of a built-in language of 512 words, whose entropy is known. In about a minute on 2
-//! cores the softmax gets within 0.65 nats of it, the mixture of contexts 0.58, the mixture of softmaxes 0.40.
+//! Without data, the text is 256,000 tokens of a built-in language of 512 words, whose entropy is known. In about a
+//! minute on 2 cores the softmax gets within 0.65 nats of it, the mixture of contexts 0.58, the mixture of softmaxes
+//! 0.40.
 //!
 //!     cargo run --release -p lab --bin language_model -- --data DIR
 //!
-//! With a folder of train.txt and valid.txt (one sentence per line): a model of 4.8 million parameters for a vocabulary
-//! of 10,000. On Penn Treebank, the validation perplexity after 3 epochs is 135 with the softmax (124 with --lr 35
-//! --dropout 0.04, at which the mixtures are unstable), 129 with the mixture of contexts and 126 with the mixture of
-//! softmaxes; an epoch takes minutes.
+//! With a folder of train.txt and valid.txt (one sentence per line), the program trains a model of 4.8 million
+//! parameters for a vocabulary of 10,000. On Penn Treebank, the validation perplexity after 3 epochs is 135 with the
+//! softmax (124 with --lr 35 --dropout 0.04, at which the mixtures are unstable), 129 with the mixture of contexts and
+//! 126 with the mixture of softmaxes; an epoch takes minutes.
 //!
 //!     cargo run --release -p lab --bin language_model -- --data DIR --preset ptb-mos --save mos.safetensors --minutes 60
 //!
-//! The model of the paper with its recipe, in legs of an hour (`presets`); `--evaluate` a checkpoint, also a released
-//! one (`released`), with dynamic evaluation (`dynamic`) and a continuous cache (`cache`).
+//! This trains the model of the paper with its recipe, in legs of an hour (`presets`). `--evaluate` evaluates a
+//! checkpoint, also a released one (`released`), with dynamic evaluation (`dynamic`) and a continuous cache (`cache`).
 //!
 //!     cargo run --release -p lab --bin language_model -- --data DIR --spell mos.safetensors --save spelled.safetensors
 //!
-//! A character LSTM that spells the next word from the hidden states of a trained model (`spell`).
+//! This trains a character LSTM that spells the next word from the hidden states of a trained model (`spell`).
 //!
 //!     cargo build --release -p lab --features mpi --bin language_model
 //!     RAYON_NUM_THREADS=1 mpirun -n 2 target/release/language_model --mpi --data DIR
 //!
 //! Two processes train one model, each with half of every batch (`ranks`).
 //!
-//! To read from here to the head: `heads::train` trains the heads one by one, `session` one head epoch by epoch,
-//! `train` one epoch batch by batch; `language_model` is the LSTM, and `head` builds the output layer of this crate.
+//! The way from here to the head is this: `heads::train` trains the heads one by one, `session` one head epoch by
+//! epoch, `train` one epoch batch by batch; `language_model` is the LSTM, and `head` builds the output layer of this
+//! crate.
 
 mod args;
 mod cache;
@@ -58,7 +60,7 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<()> {
     args.check_head()?;
     let ranks = args.ranks()?;
-    // Before the process waits for the others to end: one of them may end this process.
+    // The error is printed before the process waits for the others to end, because one of them may end this process.
     train(args, &ranks).inspect_err(|error| ranks.report(error.as_ref()))
 }
 
@@ -96,12 +98,12 @@ fn train(args: &Args, ranks: &Ranks) -> Result<()> {
             (coding.data(&corpus.data), coding.names())
         }
     };
-    let entries = Entries::of(vocabulary, &data.train);
+    let entries = Entries::count(vocabulary, &data.train);
 
     let start = args.finetune.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
     let build = |kind, recipe: &Recipe| {
         let sizes = Sizes::new(kind, recipe, vocabulary.len());
-        let model = LanguageModel::of_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
+        let model = LanguageModel::with_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
         let model = model.with_table(coding.as_ref().and_then(Coding::table));
         // Noise-contrastive estimation does not learn the normalisers: they start near one.
         if args.unigram_bias || recipe.output.kind == OutputKind::Nce {

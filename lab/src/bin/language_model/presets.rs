@@ -31,7 +31,7 @@ pub(crate) enum Preset {
     Small,
 }
 
-/// What the presets start from.
+/// The recipe from which the presets start.
 const AWD: Recipe = Recipe {
     epochs: 1000,
     components: 15,
@@ -89,7 +89,7 @@ const WT2_MOS: Recipe = Recipe {
     ..AWD
 };
 
-/// Without regularisers (appendix B.2). The paper gives neither the number of epochs nor a schedule.
+/// This recipe has no regularisers (appendix B.2). The paper gives neither the number of epochs nor a schedule.
 const BILLION: Recipe = Recipe {
     epochs: 5,
     components: 7,
@@ -148,7 +148,7 @@ impl Preset {
         }
     }
 
-    /// The learning rate of finetuning.
+    /// Returns the learning rate of finetuning.
     pub(crate) fn finetuning_lr(self) -> f64 {
         match self {
             Preset::PtbMos | Preset::PtbMoc => 25.0,
@@ -157,8 +157,8 @@ impl Preset {
         }
     }
 
-    /// The settings of dynamic evaluation, from those of the released code (see [`DynamicSettings`]), and of the cache
-    /// (Merity et al., 2018).
+    /// Returns the settings of dynamic evaluation, from those of the released code (see [`DynamicSettings`]), and of
+    /// the cache (Merity et al., 2018).
     pub(crate) fn adaptation(self) -> (DynamicSettings, CacheSettings) {
         let released = |decay, epsilon: f64, segments: f64| DynamicSettings {
             lr: 0.002 / segments.sqrt(),
@@ -174,7 +174,7 @@ impl Preset {
         }
     }
 
-    /// The head that the preset is for.
+    /// Returns the head that the preset is for.
     pub(crate) fn head(self) -> &'static str {
         match self {
             Preset::PtbMos | Preset::Wt2Mos | Preset::BillionMos => "mos",

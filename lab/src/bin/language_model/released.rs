@@ -16,19 +16,19 @@ const NAMES: [(&str, &str); 6] = [
 ];
 
 /// The tensors of an LSTM layer. The recurrent weight comes with and without weight dropout.
-const OF_LAYER: [(&str, &[&str]); 4] = [
+const LAYER_NAMES: [(&str, &[&str]); 4] = [
     ("weight_ih_l0", &["module.weight_ih_l0", "weight_ih_l0"]),
     ("weight_hh_l0", &["module.weight_hh_l0_raw", "weight_hh_l0_raw", "module.weight_hh_l0", "weight_hh_l0"]),
     ("bias_ih_l0", &["module.bias_ih_l0", "bias_ih_l0"]),
     ("bias_hh_l0", &["module.bias_hh_l0", "bias_hh_l0"]),
 ];
 
-/// Whether this file has the names of the released code.
+/// Returns whether this file has the names of the released code.
 pub(crate) fn is_released(file: &Checkpoint) -> bool {
     file.tensors.keys().any(|name| name.ends_with("encoder.weight"))
 }
 
-/// The checkpoint with the names and settings of this program, without a state of training.
+/// Returns the checkpoint with the names and settings of this program, without a state of training.
 pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
     // DataParallel puts a prefix before every name.
     let tensors: HashMap<&str, &Tensor> =
@@ -45,7 +45,7 @@ pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
     let layers = (0..).take_while(|layer| tensors.keys().any(|name| name.starts_with(&format!("rnns.{layer}."))));
     let mut units = vec![];
     for layer in layers {
-        for (here, there) in OF_LAYER {
+        for (here, there) in LAYER_NAMES {
             let there: Vec<String> = there.iter().map(|name| format!("rnns.{layer}.{name}")).collect();
             let (name, tensor) = get(&there)?;
             if here == "weight_hh_l0" {
@@ -93,9 +93,9 @@ pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
     Ok(checkpoint)
 }
 
-/// The model of a checkpoint of this program with the names of the released code.
+/// Returns the model of a checkpoint of this program with the names of the released code.
 pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
-    if HeadKind::of_checkpoint(checkpoint)? == HeadKind::Moc {
+    if HeadKind::from_checkpoint(checkpoint)? == HeadKind::Moc {
         return Err(
             "the released code has no mixture of contexts: --export needs a softmax or a mixture of softmaxes".into()
         );
@@ -108,7 +108,7 @@ pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
         let there = NAMES.iter().find(|(here, _)| here == name).map(|(_, there)| (*there).to_owned());
         let there = there.or_else(|| {
             let (layer, weight) = name.strip_prefix("lstm.")?.split_once('.')?;
-            let (_, there) = OF_LAYER.iter().find(|(here, _)| *here == weight)?;
+            let (_, there) = LAYER_NAMES.iter().find(|(here, _)| *here == weight)?;
             Some(format!("rnns.{layer}.{}", there[0]))
         });
         if let Some(there) = there {
@@ -154,7 +154,7 @@ mod tests {
         serde_json::from_str(&text).expect("JSON")
     }
 
-    /// The text of the golden file as a corpus, in a folder of this name that is removed again.
+    /// Returns the text of the golden file as a corpus, in a folder of this name that is removed again.
     fn corpus(name: &str) -> Corpus {
         let golden = golden();
         let sentences: Vec<&str> = golden["sentences"].as_array().unwrap().iter().filter_map(Value::as_str).collect();

@@ -29,7 +29,7 @@ pub(crate) fn table(rows: &[Row], entropy: Option<f64>) -> String {
     table
 }
 
-/// How the mixture of softmaxes compares with the softmax, if both were trained.
+/// Says how the mixture of softmaxes compares with the softmax, if both were trained.
 pub(crate) fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
     let find = |kind| rows.iter().find(|row| row.kind == kind && row.diverged.is_none());
     let (softmax, mos) = (find(HeadKind::Softmax)?, find(HeadKind::Mos)?);

@@ -13,7 +13,7 @@ use std::path::Path;
 pub(crate) struct Lstm(LanguageModel);
 
 impl Lstm {
-    /// The model of a checkpoint, or a mixture of softmaxes over 10,000 ids with random weights.
+    /// Returns the model of a checkpoint, or a mixture of softmaxes over 10,000 ids with random weights.
     pub(crate) fn new(checkpoint: Option<&Path>) -> Result<Self> {
         let Some(checkpoint) = checkpoint else {
             let sizes = Sizes::new(HeadKind::Mos, &Recipe::BASE, 10_000);
@@ -30,7 +30,7 @@ impl Lstm {
         Ok(Lstm(LanguageModel::from_checkpoint(&checkpoint, embedding.dim(0)?, &Device::Cpu)?.1))
     }
 
-    /// The hidden state after some ids of texts in step, `[texts, ids]`.
+    /// Returns the hidden state after some ids of texts in step, `[texts, ids]`.
     fn advance(&self, ids: Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
         let last = ids.dim(1)? - 1;
         Ok(self.0.hidden(&ids, states)?.narrow(1, last, 1)?.squeeze(1)?)
@@ -38,7 +38,7 @@ impl Lstm {
 }
 
 impl Backbone for Lstm {
-    /// Of each layer, for one text
+    /// The state of each layer for one text.
     type State = Vec<LSTMState>;
 
     fn head(&self) -> &dyn OutputLayer {
@@ -50,23 +50,23 @@ impl Backbone for Lstm {
     }
 
     fn read(&self, texts: &mut [(&mut Self::State, &[u32])]) -> Result<Tensor> {
-        // All but the last ids of a prompt, each text alone.
+        // Each text reads all but the last id of its prompt alone.
         for (state, ids) in texts.iter_mut().filter(|(_, ids)| ids.len() > 1) {
             self.advance(Tensor::new(&ids[..ids.len() - 1], &Device::Cpu)?.unsqueeze(0)?, state)?;
         }
         let last: Vec<u32> = texts.iter().filter_map(|(_, ids)| ids.last().copied()).collect();
         let joined = |layer: usize| {
-            let of = |f: fn(&LSTMState) -> &Tensor| {
+            let joined_part = |f: fn(&LSTMState) -> &Tensor| {
                 Tensor::cat(&texts.iter().map(|(state, _)| f(&state[layer])).collect::<Vec<_>>(), 0)
             };
-            Ok(LSTMState::new(of(|state| &state.h)?, of(|state| &state.c)?))
+            Ok(LSTMState::new(joined_part(|state| &state.h)?, joined_part(|state| &state.c)?))
         };
         let layers = texts.first().map_or(0, |(state, _)| state.len());
         let mut states = (0..layers).map(joined).collect::<Result<Vec<_>>>()?;
         let hidden = self.advance(Tensor::new(last, &Device::Cpu)?.unsqueeze(1)?, &mut states)?;
         for (i, (state, _)) in texts.iter_mut().enumerate() {
-            for (of_text, all) in state.iter_mut().zip(&states) {
-                *of_text = LSTMState::new(all.h.narrow(0, i, 1)?, all.c.narrow(0, i, 1)?);
+            for (text_state, all) in state.iter_mut().zip(&states) {
+                *text_state = LSTMState::new(all.h.narrow(0, i, 1)?, all.c.narrow(0, i, 1)?);
             }
         }
         Ok(hidden)

@@ -1,12 +1,12 @@
-//! Serves several texts at once with an output layer of this crate: each request has settings of its own, joins the batch
-//! when there is room, and leaves it when it is done. Prints a JSON line for each.
+//! Serves several texts at once with an output layer of this crate: each request has settings of its own, joins the
+//! batch when there is room, and leaves it when it is done. Prints a JSON line for each.
 //!
 //!     cargo run --release -p lab --bin serve
 //!     cargo run --release -p lab --bin serve --features candle-transformers -- --model qwen2 --layers 4
 //!
 //! The LSTM (`--checkpoint` of `language_model --save`) computes the hidden states of a batch together; qwen2 of
-//! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text alone.
-//! Without a checkpoint the weights are random. A step of the whole batch reads the decoder once.
+//! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text
+//! alone. Without a checkpoint the weights are random. A step of the whole batch reads the decoder once.
 
 mod lstm;
 #[cfg(feature = "candle-transformers")]
@@ -16,7 +16,8 @@ mod request;
 use candle_core::Tensor;
 use clap::{Parser, ValueEnum};
 use lab::Result;
-use mos_head::{NextToken, OutputLayer};
+use mos_head::decode::NextToken;
+use mos_head::OutputLayer;
 use request::Request;
 use serde_json::json;
 use std::collections::VecDeque;
@@ -59,7 +60,7 @@ trait Backbone {
 
     fn start(&self) -> Result<Self::State>;
 
-    /// The hidden states `[texts, hidden]` after new token ids of each text.
+    /// Returns the hidden states `[texts, hidden]` after new token ids of each text.
     fn read(&self, texts: &mut [(&mut Self::State, &[u32])]) -> Result<Tensor>;
 }
 
@@ -92,7 +93,7 @@ fn run(args: &Args) -> Result<()> {
 fn serve<B: Backbone>(backbone: &B, requests: Vec<Request>, most: usize) -> Result<()> {
     let mut waiting: VecDeque<Request> = requests.into();
     let mut batch: Vec<Text<B::State>> = Vec::new();
-    let (mut step, mut drawn, mut of_model, mut of_head) = (0, 0, Duration::ZERO, Duration::ZERO);
+    let (mut step, mut drawn, mut model_time, mut head_time) = (0, 0, Duration::ZERO, Duration::ZERO);
     while !(waiting.is_empty() && batch.is_empty()) {
         while batch.len() < most.max(1) && waiting.front().is_some_and(|request| request.joins <= step) {
             let Some(request) = waiting.pop_front() else { break };
@@ -103,11 +104,11 @@ fn serve<B: Backbone>(backbone: &B, requests: Vec<Request>, most: usize) -> Resu
             let start = Instant::now();
             let mut texts: Vec<_> = batch.iter_mut().map(|text| (&mut text.state, text.unread.as_slice())).collect();
             let hidden = backbone.read(&mut texts)?;
-            of_model += start.elapsed();
+            model_time += start.elapsed();
             let start = Instant::now();
             let settings: Vec<_> = batch.iter().map(|text| &text.request.settings).collect();
             let tokens = backbone.head().next_tokens(&hidden, &settings)?;
-            of_head += start.elapsed();
+            head_time += start.elapsed();
             drawn += tokens.len();
             for (text, token) in batch.iter_mut().zip(tokens) {
                 text.request.settings.push(token.token_id);
@@ -123,23 +124,23 @@ fn serve<B: Backbone>(backbone: &B, requests: Vec<Request>, most: usize) -> Resu
     let seconds = |time: Duration| time.as_secs_f64() / step.max(1) as f64 * 1e3;
     eprintln!(
         "{drawn} token ids in {step} steps: {:.2} ms of the model and {:.2} ms of the output layer in a step",
-        seconds(of_model),
-        seconds(of_head)
+        seconds(model_time),
+        seconds(head_time)
     );
     Ok(())
 }
 
-/// What is printed of a text that leaves.
+/// Returns the line that is printed of a text that leaves.
 fn line<S>(text: &Text<S>, step: u64) -> serde_json::Value {
-    let of = |f: &dyn Fn(&NextToken) -> serde_json::Value| text.tokens.iter().map(f).collect::<Vec<_>>();
+    let each = |f: &dyn Fn(&NextToken) -> serde_json::Value| text.tokens.iter().map(f).collect::<Vec<_>>();
     json!({
         "request": text.request.number,
         "joined": text.joined,
         "left": step,
-        "token_ids": of(&|token| json!(token.token_id)),
-        "log_probs": of(&|token| json!(token.log_prob)),
-        "sampled_log_probs": of(&|token| json!(token.sampled_log_prob)),
-        "best": of(&|token| json!(token.best)),
-        "entropies": of(&|token| json!(token.entropy)),
+        "token_ids": each(&|token| json!(token.token_id)),
+        "log_probs": each(&|token| json!(token.log_prob)),
+        "sampled_log_probs": each(&|token| json!(token.sampled_log_prob)),
+        "best": each(&|token| json!(token.best)),
+        "entropies": each(&|token| json!(token.entropy)),
     })
 }

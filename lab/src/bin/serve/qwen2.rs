@@ -9,13 +9,14 @@ use mos_head::{OutputLayer, SoftmaxHead};
 use std::path::Path;
 
 pub(crate) struct Qwen2 {
-    /// Without a text; its clones share the weights.
+    /// The model without a text. Its clones share the weights.
     model: Model,
     head: SoftmaxHead,
 }
 
 impl Qwen2 {
-    /// The model of a folder with `config.json` and `model.safetensors`, or random weights of Qwen2 0.5B's sizes.
+    /// Returns the model of a folder with `config.json` and `model.safetensors`, or random weights of Qwen2 0.5B's
+    /// sizes.
     pub(crate) fn new(folder: Option<&Path>, layers: usize) -> Result<Self> {
         let variables = VarMap::new();
         let (config, vb) = match folder {
@@ -24,7 +25,7 @@ impl Qwen2 {
                 let weights = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu)?;
                 (config, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu))
             }
-            None => (of_half_a_billion(layers), VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu)),
+            None => (half_a_billion_parameters(layers), VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu)),
         };
         let Config { vocab_size, hidden_size, .. } = config;
         let name = if config.tie_word_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
@@ -34,7 +35,7 @@ impl Qwen2 {
     }
 }
 
-fn of_half_a_billion(layers: usize) -> Config {
+fn half_a_billion_parameters(layers: usize) -> Config {
     Config {
         vocab_size: 151_936,
         hidden_size: 896,
@@ -54,7 +55,7 @@ fn of_half_a_billion(layers: usize) -> Config {
 }
 
 impl Backbone for Qwen2 {
-    /// The model with the keys and values of a text, and how many ids it has read
+    /// The model with the keys and values of a text, and the number of ids that it has read.
     type State = (Model, usize);
 
     fn head(&self) -> &dyn OutputLayer {

@@ -1,19 +1,19 @@
 //! Requests with different settings.
 
 use lab::Result;
-use mos_head::{Constraints, Sampling, TokenRequest};
+use mos_head::decode::{Constraints, Sampling, TokenRequest};
 
 pub(crate) struct Request {
     pub(crate) number: usize,
-    /// The first step in which it may join.
+    /// The first step in which the request may join.
     pub(crate) joins: u64,
     pub(crate) prompt: Vec<u32>,
-    /// How many token ids are generated.
+    /// The number of token ids that are generated.
     pub(crate) tokens: usize,
     pub(crate) settings: TokenRequest,
 }
 
-/// Four requests, in the order in which they join. The seed of each is its number.
+/// Returns four requests, in the order in which they join. The seed of each is its number.
 pub(crate) fn examples() -> Result<Vec<Request>> {
     let (new, none) = (Sampling::new, Constraints::new);
     let examples: [(u64, &[u32], usize, Sampling, Constraints); 4] = [

@@ -5,7 +5,7 @@ use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use lab::device::DeviceKind;
-use lab::values::{not_negative, positive};
+use lab::values::positive;
 
 #[derive(Parser)]
 #[command(about = "Times one training step of the output layer")]
@@ -41,8 +41,8 @@ pub(crate) struct Args {
     /// A cheaper vocabulary in place of a decoder with a row for each id
     #[arg(long, value_enum)]
     pub(crate) output: Option<Output>,
-    /// Normalise over a sample of so many negatives, drawn anew in each step
-    #[arg(long, value_parser = positive, conflicts_with = "forward_only")]
+    /// Normalise over a sample of N negatives, which is drawn anew in each step
+    #[arg(long, value_name = "N", value_parser = positive, conflicts_with = "forward_only")]
     pub(crate) sampled: Option<usize>,
     /// The decoder's gradient as rows and ids, of a sample
     #[arg(long, requires = "sampled")]
@@ -56,9 +56,6 @@ pub(crate) struct Args {
     /// Time the loss without gradients, as in an evaluation
     #[arg(long)]
     pub(crate) forward_only: bool,
-    /// Components with less responsibility than this get no gradient
-    #[arg(long, default_value_t = 0.0, value_parser = not_negative)]
-    pub(crate) filter: f64,
     /// Lets the products round operands of f32 to bf16
     #[arg(long)]
     pub(crate) bf16_products: bool,
@@ -99,16 +96,46 @@ pub(crate) enum Shape {
     Small,
 }
 
+/// The sizes of a training step.
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    pub(crate) positions: usize,
+    pub(crate) components: usize,
+    /// The size of a context.
+    pub(crate) context: usize,
+    pub(crate) vocab: usize,
+    /// The size of a hidden state.
+    pub(crate) hidden: usize,
+}
+
 impl Shape {
-    /// (positions, K, d, vocab, hidden)
-    pub(crate) fn sizes(self) -> (usize, usize, usize, usize, usize) {
-        match self {
+    /// Returns the sizes of the published model.
+    fn sizes(self) -> Sizes {
+        let (positions, components, context, vocab, hidden) = match self {
             Shape::Ptb => (840, 15, 280, 10_000, 620),
             Shape::Wt2 => (1050, 15, 300, 33_278, 650),
             Shape::OneBillion => (2100, 7, 900, 100_000, 1024),
             Shape::Llm => (2048, 1, 2048, 128_256, 2048),
             Shape::Large => (840, 1, 512, 100_000, 512),
             Shape::Small => (256, 4, 64, 2000, 96),
+        };
+        Sizes { positions, components, context, vocab, hidden }
+    }
+}
+
+impl Args {
+    /// Returns the sizes of the shape, or those of the flags that are set.
+    pub(crate) fn sizes(&self) -> Sizes {
+        let shape = self.shape.sizes();
+        let components = self.components.unwrap_or(shape.components);
+        // A single softmax has no projection.
+        let hidden = if components == 1 { self.context.unwrap_or(shape.hidden) } else { shape.hidden };
+        Sizes {
+            positions: self.tokens.unwrap_or(shape.positions),
+            components,
+            context: self.context.unwrap_or(shape.context),
+            vocab: self.vocab.unwrap_or(shape.vocab),
+            hidden,
         }
     }
 }
@@ -149,7 +176,7 @@ fn dtype() -> impl TypedValueParser<Value = DType> {
     PossibleValuesParser::new(["f32", "f64", "f16", "bf16"]).try_map(|name| name.parse())
 }
 
-/// The name of a value on the command line.
+/// Returns the name of a value on the command line.
 pub(crate) fn name(value: &impl ValueEnum) -> Option<String> {
     value.to_possible_value().map(|value| value.get_name().to_owned())
 }

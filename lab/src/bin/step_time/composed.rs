@@ -4,8 +4,8 @@
 
 use candle_core::{DType, Result, Tensor, D};
 
-/// Log-probabilities `[positions, vocab]` of contexts `[positions, K, d]` and log-priors `[positions, K]`, which are
-/// `None` with one component.
+/// Computes log-probabilities `[positions, vocab]` of contexts `[positions, K, d]` and log-priors `[positions, K]`,
+/// which are `None` with one component.
 pub(crate) fn log_probs(
     contexts: &Tensor,
     log_priors: Option<&Tensor>,
@@ -27,7 +27,8 @@ pub(crate) fn log_probs(
     }
 }
 
-/// candle multiplies bf16 matrices on the CPU slowly or not at all, so that they are multiplied in f32.
+/// Multiplies matrices. candle multiplies bf16 matrices on the CPU slowly or not at all, so that they are multiplied in
+/// f32.
 fn product(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::BF16 && x.device().is_cpu() {
         x.to_dtype(DType::F32)?.matmul(&weight.to_dtype(DType::F32)?.t()?)?.to_dtype(DType::BF16)
@@ -36,7 +37,7 @@ fn product(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The log-sum-exp over the last dimension, which is removed.
+/// Returns the log-sum-exp over the last dimension, which is removed.
 fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
     let largest = x.max_keepdim(D::Minus1)?.detach();
     let sum = x.broadcast_sub(&largest)?.exp()?.sum(D::Minus1)?;

@@ -6,7 +6,7 @@ use gemm::Parallelism;
 use rayon::prelude::*;
 
 #[derive(Clone, Copy)]
-pub struct Sizes {
+pub struct ProductSizes {
     /// Positions times components.
     pub rows: usize,
     pub context: usize,
@@ -21,8 +21,9 @@ pub struct Floor {
 }
 
 impl Floor {
-    /// All three products, or the first alone. Each run writes the decoder's gradient into fresh memory, as a step does.
-    pub fn new(sizes: Sizes, all: bool) -> Self {
+    /// Returns all three products, or the first alone. Each run writes the decoder's gradient into fresh memory, as a
+    /// step does.
+    pub fn new(sizes: ProductSizes, all: bool) -> Self {
         best_of(sizes, if all { 3 } else { 1 })
     }
 
@@ -39,7 +40,7 @@ struct Tiling {
     block: Option<(usize, usize)>,
 }
 
-fn best_of(sizes: Sizes, products: usize) -> Floor {
+fn best_of(sizes: ProductSizes, products: usize) -> Floor {
     let mut buffers = Buffers::new(sizes);
     let mut candidates = Vec::new();
     for rows in [120, 240, 480, 960] {
@@ -67,7 +68,7 @@ fn best_of(sizes: Sizes, products: usize) -> Floor {
 }
 
 struct Buffers {
-    sizes: Sizes,
+    sizes: ProductSizes,
     contexts: Vec<f32>,
     decoder: Vec<f32>,
     logits: Vec<f32>,
@@ -75,8 +76,8 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn new(sizes: Sizes) -> Self {
-        let Sizes { rows, context, vocab } = sizes;
+    fn new(sizes: ProductSizes) -> Self {
+        let ProductSizes { rows, context, vocab } = sizes;
         Buffers {
             sizes,
             contexts: vec![0.25; rows * context],
@@ -86,7 +87,7 @@ impl Buffers {
         }
     }
 
-    /// The seconds that the products of the first `rows` rows take.
+    /// Returns the seconds that the products of the first `rows` rows take.
     fn run(&mut self, tiling: Tiling, rows: usize, products: usize) -> f64 {
         let (d, vocab) = (self.sizes.context, self.sizes.vocab);
         let start = Instant::now();
@@ -137,7 +138,7 @@ impl Matrix {
     }
 }
 
-/// `dst[m, n] (+)= lhs[m, k] rhs[k, n]`, in tiles that are distributed over the threads, or as one product.
+/// Computes `dst[m, n] (+)= lhs[m, k] rhs[k, n]`, in tiles that are distributed over the threads, or as one product.
 fn product(
     dst: Matrix,
     (m, n): (usize, usize),

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::floor::Sizes;
+use crate::floor::ProductSizes;
 
 pub(crate) struct Products {
     contexts: Tensor,
@@ -12,7 +12,7 @@ pub(crate) struct Products {
 }
 
 impl Products {
-    pub(crate) fn new(sizes: Sizes, all: bool, dtype: DType, device: &Device) -> Result<Self> {
+    pub(crate) fn new(sizes: ProductSizes, all: bool, dtype: DType, device: &Device) -> Result<Self> {
         let random = |rows| Tensor::randn(0f32, 0.06, (rows, sizes.context), device)?.to_dtype(dtype);
         Ok(Products { contexts: random(sizes.rows)?, decoder: random(sizes.vocab)?, all })
     }
@@ -35,8 +35,8 @@ mod tests {
     fn products_of_every_dtype_of_a_gpu() {
         for device in lab::device::DeviceKind::gpus().into_iter().chain([Device::Cpu]) {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
-                let products =
-                    Products::new(Sizes { rows: 6, context: 4, vocab: 11 }, true, dtype, &device).expect("tensors");
+                let products = Products::new(ProductSizes { rows: 6, context: 4, vocab: 11 }, true, dtype, &device)
+                    .expect("tensors");
                 products.run().expect("products");
             }
         }

@@ -18,12 +18,13 @@ mod steps;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use args::{name, Args, Implementation, Train};
+use args::{name, Args, Implementation, Sizes, Train};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use kept::Kept;
 use lab::memory::Peak;
-use mos_head::{LossOptions, Mixture, NoiseDistribution, Precision};
+use mos_head::sampled::NoiseDistribution;
+use mos_head::{LossOptions, Mixture, Precision};
 use output::System;
 use scores::{Score, Timed};
 use serde_json::json;
@@ -41,15 +42,10 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let device = args.device.open()?;
-    let (positions, components, context, vocab, hidden) = args.shape.sizes();
-    let (positions, components) = (args.tokens.unwrap_or(positions), args.components.unwrap_or(components));
-    // A single softmax has no projection.
-    let hidden = if components == 1 { args.context.unwrap_or(hidden) } else { hidden };
-    let (context, vocab) = (args.context.unwrap_or(context), args.vocab.unwrap_or(vocab));
-    let sizes = (positions, components, context, vocab, hidden);
+    let sizes = args.sizes();
+    let Sizes { positions, components, context, vocab, .. } = sizes;
     let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?;
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
-    options = options.with_gradient_filter(args.filter);
     if args.bf16_products {
         options = options.with_precision(Precision::Bf16Products);
     }
@@ -57,12 +53,12 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         options = options.with_workspace_bytes(mib << 20);
     }
     if let Some(rows) = args.chunk_rows {
-        let bytes = budget_of_rows(&detached_mixture(&leaves, components)?, &options, rows)?;
+        let bytes = budget_for_rows(&detached_mixture(&leaves, components)?, &options, rows)?;
         options = options.with_workspace_bytes(bytes);
     }
     let noise = NoiseDistribution::log_uniform(vocab)?;
     let mut step = 0;
-    // The options of the next step.
+    // This returns the options of the next step.
     let mut options = || match args.sampled {
         Some(samples) => {
             step += 1;
@@ -74,7 +70,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         None => Ok(options.clone()),
     };
     let floor_vocab = args.sampled.map_or(vocab, |samples| samples + 1);
-    let floor_sizes = floor::Sizes { rows: positions * components, context, vocab: floor_vocab };
+    let floor_sizes = floor::ProductSizes { rows: positions * components, context, vocab: floor_vocab };
     let products = || Products::new(floor_sizes, !args.forward_only, args.dtype, &device);
     if args.output.is_some() && args.implementation != Implementation::Fused {
         return Err("--output is for --impl fused".into());
@@ -137,7 +133,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
 
     let full = |options: &LossOptions| fused_step(&leaves, components, Train::All, options);
     let memory = Peak::watch(&device);
-    let mut of_all = None;
+    let mut whole_step = None;
     let (times, loss) = match (args.implementation, &system) {
         (Implementation::Fused, Some(system)) => time(args, args.reps, || system.step(&options()?))?,
         (Implementation::Fused, None) if args.train == Train::All => time(args, args.reps, || full(&options()?))?,
@@ -145,7 +141,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
             let options = options()?;
             let mut part = || fused_step(&leaves, components, args.train, &options);
             let [(times, loss), (whole, _)] = in_turn(args, args.reps, [&mut part, &mut || full(&options)])?;
-            of_all = Some((median(&whole), median(&times) / median(&whole)));
+            whole_step = Some((median(&whole), median(&times) / median(&whole)));
             (times, loss)
         }
         (Implementation::Composed, _) => {
@@ -166,11 +162,11 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
         "dtype": args.dtype.as_str(),
-        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "filter": args.filter, "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
+        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });
-    if let Some((whole, ratio)) = of_all {
+    if let Some((whole, ratio)) = whole_step {
         line["train"] = json!(name(&args.train));
         line["rank"] = json!(Some(args.rank).filter(|_| args.train == Train::Adapter));
         line["whole_seconds"] = json!(whole);
@@ -211,8 +207,8 @@ enum Products {
 }
 
 impl Products {
-    /// All three products, or the first alone.
-    fn new(sizes: floor::Sizes, all: bool, dtype: DType, device: &Device) -> Result<Self> {
+    /// Returns all three products, or the first alone.
+    fn new(sizes: floor::ProductSizes, all: bool, dtype: DType, device: &Device) -> Result<Self> {
         Ok(if device.is_cpu() {
             Products::Cpu(floor::Floor::new(sizes, all))
         } else {
@@ -229,8 +225,9 @@ impl Products {
     }
 }
 
-/// The budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position needs.
-fn budget_of_rows(
+/// Returns the budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position
+/// needs.
+fn budget_for_rows(
     mixture: &Mixture,
     options: &LossOptions,
     rows: usize,
@@ -274,7 +271,7 @@ fn in_turn<const N: usize>(
             if rep >= args.warmup {
                 times.push(start.elapsed().as_secs_f64());
             }
-            // On the CPU: Metal has no f64.
+            // The loss is read on the CPU, because Metal has no f64.
             *loss = value.map(|value| value.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()).transpose()?;
         }
     }
@@ -292,11 +289,12 @@ mod tests {
 
     #[test]
     fn a_budget_of_rows_gives_chunks_of_no_more() {
-        let leaves = Leaves::new((97, 3, 5, 211, 4), 2, DType::F32, &Device::Cpu).expect("leaves");
+        let sizes = Sizes { positions: 97, components: 3, context: 5, vocab: 211, hidden: 4 };
+        let leaves = Leaves::new(sizes, 2, DType::F32, &Device::Cpu).expect("leaves");
         let mixture = detached_mixture(&leaves, 3).expect("a mixture");
         for options in [LossOptions::default(), LossOptions::evaluation()] {
             let plan = |rows| {
-                let bytes = budget_of_rows(&mixture, &options, rows).expect("a budget");
+                let bytes = budget_for_rows(&mixture, &options, rows).expect("a budget");
                 mixture.plan(&options.clone().with_workspace_bytes(bytes)).expect("a plan")
             };
             for rows in [3, 30, 60, 96] {
@@ -304,7 +302,7 @@ mod tests {
                 assert!(plan.rows_per_chunk <= rows && plan.rows_per_chunk > rows / 2, "{rows}: {plan}");
                 assert!(plan.workspace_bytes <= plan.budget_bytes, "{rows}: {plan}");
             }
-            assert!(budget_of_rows(&mixture, &options, 2).is_err());
+            assert!(budget_for_rows(&mixture, &options, 2).is_err());
         }
     }
 }

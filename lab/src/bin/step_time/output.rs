@@ -1,29 +1,24 @@
 //! The cheaper vocabularies, as heads whose variables candle initialises.
 
-use crate::args::Output;
+use crate::args::{Output, Sizes};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use mos_head::{
-    AdaptiveConfig, AdaptiveSoftmax, CharCnn, CharCnnConfig, HierarchicalConfig, HierarchicalSoftmax, LossOptions,
-    MixtureConfig, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
-};
+use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
+use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
 
 pub(crate) struct System {
     head: Box<dyn OutputLayer>,
     hidden: Var,
-    /// Targets drawn by Zipf's law, as the cost may depend on them: `P(id) = log((id + 2) / (id + 1)) / log(vocab +
-    /// 1)`.
+    /// The targets, which are drawn by Zipf's law, as the cost may depend on them: `P(id) = log((id + 2) / (id + 1)) /
+    /// log(vocab + 1)`.
     targets: Tensor,
 }
 
 impl System {
-    /// The system of the sizes (positions, K, d, vocab, hidden).
-    pub(crate) fn new(
-        output: Output,
-        (positions, components, context, vocab, hidden): (usize, usize, usize, usize, usize),
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
+    /// Makes a system of these sizes.
+    pub(crate) fn new(output: Output, sizes: Sizes, dtype: DType, device: &Device) -> Result<Self> {
+        let Sizes { positions, components, context, vocab, hidden } = sizes;
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, dtype, device);
         let softmax = SoftmaxConfig::new(hidden, vocab);
@@ -64,7 +59,7 @@ impl System {
     }
 }
 
-/// A spelling of three to ten letters for each id, the longer the rarer.
+/// Returns the spelling of an id in three to ten letters. Rarer ids have longer spellings.
 fn word(id: usize) -> String {
     let length = 3 + id % 5 + id.max(1).ilog2() as usize / 6;
     let mut rest = id.wrapping_mul(0x9E37_79B9);

@@ -1,12 +1,13 @@
-//! The time of log-probabilities, entropies and distillation, in turn with the loss and with the bare products that each
-//! needs.
+//! The time of log-probabilities, entropies and distillation, in turn with the loss and with the bare products that
+//! each needs.
 
 use super::steps::Leaves;
 use candle_core::{DType, Result, Tensor, D};
 use clap::ValueEnum;
-use mos_head::{
-    ChunkTerms, DistillOptions, Divergence, LossOptions, MissingIds, Mixture, Sampler, Sampling, ScoreOptions, Teacher,
-};
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+use mos_head::score::{ChunkTerms, ScoreOptions};
+use mos_head::{LossOptions, Mixture};
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Score {
@@ -20,7 +21,8 @@ pub(crate) enum Score {
     TopK,
     /// The most probable id: one product
     Argmax,
-    /// The most probable id as the draw at temperature 0, whose result does not depend on the other positions: one product
+    /// The most probable id as the draw at temperature 0, whose result does not depend on the other positions: one
+    /// product
     Greedy,
     /// Both with gradients of both: four products
     Gradients,
@@ -41,15 +43,15 @@ pub(crate) enum DivergenceKind {
     JensenShannon,
 }
 
-/// The ids of a teacher's list.
+/// The number of ids of a teacher's list.
 const LISTED: usize = 64;
 
-/// What is timed, of a mixture with these targets.
+/// This runs what is timed, from a mixture with these targets.
 pub(crate) struct Timed<'a> {
     score: Score,
     mixture: &'a Mixture,
     targets: Tensor,
-    /// Of a distillation
+    /// The teacher and the options of a distillation.
     teacher: Option<(Teacher, DistillOptions)>,
 }
 
@@ -89,7 +91,7 @@ impl<'a> Timed<'a> {
     }
 }
 
-/// A list of ids at each position that has nine tenths of the probability, evenly.
+/// Returns a list of ids at each position that has nine tenths of the probability, evenly.
 fn list(Leaves { targets, weight, .. }: &Leaves) -> Result<Teacher> {
     let (positions, vocab) = (targets.elem_count(), weight.dim(0)?);
     let id = |t: usize, i: usize| ((t * 7919 + i * (vocab / LISTED).max(1)) % vocab) as u32;
@@ -100,7 +102,7 @@ fn list(Leaves { targets, weight, .. }: &Leaves) -> Result<Teacher> {
     Ok(Teacher::from_top_k(&ids, &log_probs, MissingIds::Tail))
 }
 
-/// A mixture of the same sizes that is another distribution.
+/// Returns a mixture of the same sizes that is another distribution.
 fn other(mixture: &Mixture, leaves: &Leaves) -> Result<Mixture> {
     let contexts = (mixture.contexts()?.detach() * -1.0)?;
     let log_priors = mixture.log_priors()?.detach();
@@ -113,7 +115,7 @@ fn other(mixture: &Mixture, leaves: &Leaves) -> Result<Mixture> {
 impl Score {
     fn run(self, mixture: &Mixture, targets: &Tensor) -> Result<Option<Tensor>> {
         let options = ScoreOptions::new().with_entropy(true);
-        let entropy_of = |scores: mos_head::Scores| match scores.entropy {
+        let entropy_of = |scores: mos_head::score::Scores| match scores.entropy {
             Some(entropy) => Ok((scores.log_prob, entropy)),
             None => candle_core::bail!("no entropy"),
         };
@@ -159,7 +161,7 @@ impl Score {
         }
     }
 
-    /// The loss that it is compared with: an evaluation, or a training step.
+    /// Returns the loss that it is compared with: an evaluation, or a training step.
     pub(crate) fn loss(self) -> LossOptions {
         match self {
             _ if self.has_gradients() => LossOptions::new(),
@@ -167,7 +169,7 @@ impl Score {
         }
     }
 
-    /// Whether gradients are computed too.
+    /// Returns whether gradients are computed too.
     pub(crate) fn has_gradients(self) -> bool {
         !matches!(self, Score::Values | Score::Best | Score::BestOfBest | Score::TopK | Score::Argmax | Score::Greedy)
     }

@@ -1,11 +1,11 @@
 //! The steps that are timed, on the same leaves: by this crate, and by ordinary candle operations.
 
-use crate::args::Train;
+use crate::args::{Sizes, Train};
 use crate::composed::log_probs;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use mos_head::parts::{LowRankAdapter, Projection};
 use mos_head::{
-    ContextActivation, Head, LossOptions, LowRankAdapter, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer,
-    Projection, SoftmaxHead,
+    ContextActivation, Head, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead,
 };
 
 /// The leaves of the computation.
@@ -16,20 +16,16 @@ pub(crate) struct Leaves {
     pub(crate) latent_bias: Var,
     pub(crate) weight: Var,
     pub(crate) bias: Var,
-    /// A low-rank adapter of the weight
+    /// The first matrix of a low-rank adapter of the weight.
     pub(crate) lora_a: Var,
     pub(crate) lora_b: Var,
     pub(crate) targets: Tensor,
 }
 
 impl Leaves {
-    /// The leaves of the sizes (positions, K, d, vocab, hidden).
-    pub(crate) fn new(
-        (positions, components, context, vocab, hidden): (usize, usize, usize, usize, usize),
-        rank: usize,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
+    /// Makes leaves of these sizes, and an adapter of this rank.
+    pub(crate) fn new(sizes: Sizes, rank: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let Sizes { positions, components, context, vocab, hidden } = sizes;
         let leaf = |dims: &[usize], scale: f64| {
             Var::from_tensor(&(Tensor::randn(0f32, 1., dims, device)? * scale)?.to_dtype(dtype)?)
         };
@@ -63,11 +59,11 @@ pub(crate) fn fused_step(
         }
     };
     let below = |var: &Var| trained(var, &[Train::All, Train::Hidden, Train::Adapter]);
-    let of_decoder = |var: &Var| trained(var, &[Train::All, Train::Decoder]);
+    let decoder = |var: &Var| trained(var, &[Train::All, Train::Decoder]);
     let adapter =
         || LowRankAdapter::from_tensors(leaves.lora_a.as_tensor().clone(), leaves.lora_b.as_tensor().clone(), 1.0);
     let adapter = if train == Train::Adapter { Some(adapter()?) } else { None };
-    let weight = of_decoder(&leaves.weight);
+    let weight = decoder(&leaves.weight);
     let head: Box<dyn OutputLayer> = match components {
         1 => adapted(SoftmaxHead::from_tensors(weight, None)?, adapter)?,
         _ => {
@@ -77,7 +73,7 @@ pub(crate) fn fused_step(
                 latent_weight: below(&leaves.latent_weight),
                 latent_bias: below(&leaves.latent_bias),
                 decoder_weight: weight,
-                decoder_bias: Some(of_decoder(&leaves.bias)),
+                decoder_bias: Some(decoder(&leaves.bias)),
             };
             adapted(MixtureOfSoftmaxes::from_tensors(tensors, ContextActivation::Tanh)?, adapter)?
         }
@@ -89,7 +85,7 @@ pub(crate) fn fused_step(
     Ok(Some(loss.value.detach()))
 }
 
-/// The head with an adapter, if there is one.
+/// Returns the head with an adapter, if there is one.
 fn adapted<P: Projection + 'static>(head: Head<P>, adapter: Option<LowRankAdapter>) -> Result<Box<dyn OutputLayer>> {
     Ok(match adapter {
         Some(adapter) => Box::new(head.with_adapter(adapter)?),
@@ -119,7 +115,7 @@ pub(crate) fn composed_step(leaves: &Leaves, components: usize, forward_only: bo
     Ok(Some(nll.detach()))
 }
 
-/// The mixture of the leaves, all of them constants.
+/// Returns the mixture of the leaves, all of them constants.
 pub(crate) fn constant_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
     let mixture = detached_mixture(leaves, components)?;
     let log_priors = mixture.log_priors()?.detach();
@@ -131,7 +127,7 @@ pub(crate) fn constant_mixture(leaves: &Leaves, components: usize) -> Result<Mix
     )?)
 }
 
-/// The mixture of the leaves, with contexts and log-priors that are variables themselves.
+/// Returns the mixture of the leaves, with contexts and log-priors that are variables themselves.
 pub(crate) fn detached_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
     let positions = leaves.hidden.dim(0)?;
     if components == 1 {

@@ -61,8 +61,8 @@ enum ArchitectureName {
     ("--architecture transformer with --data or --dialogue", TRANSFORMER),
 ]))]
 pub(crate) struct Args {
-    /// Translate: folder with train.SOURCE, train.TARGET, valid.SOURCE, valid.TARGET (one sentence per line); the scores
-    /// are those of test.SOURCE and test.TARGET if both exist, otherwise of the validation pairs
+    /// Translate: folder with train.SOURCE, train.TARGET, valid.SOURCE, valid.TARGET (one sentence per line); the
+    /// scores are those of test.SOURCE and test.TARGET if both exist, otherwise of the validation pairs
     #[arg(long, value_name = "DIR", conflicts_with = "dialogue")]
     pub(crate) data: Option<PathBuf>,
     /// Ending of the source files
@@ -114,7 +114,8 @@ pub(crate) struct Args {
     /// beam search does not give the same answer to every source [default: 0; dialogue: 0.5]
     #[arg(long, value_name = "WEIGHT", value_parser = not_negative)]
     pub(crate) diversity: Option<f64>,
-    /// Write what is found for each scored pair to this file, a JSON line each: {"head", "source", "reference", "found"}
+    /// Write what is found for each scored pair to this file, a JSON line each: {"head", "source", "reference",
+    /// "found"}
     #[arg(long, value_name = "FILE.jsonl", conflicts_with = "search")]
     pub(crate) write_found: Option<PathBuf>,
     /// Number of results to print
@@ -139,7 +140,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// The model below the output layer.
+    /// Returns the model below the output layer.
     pub(crate) fn architecture(&self, recipe: &Recipe) -> Result<Architecture> {
         match self.architecture {
             ArchitectureName::Transformer => {
@@ -174,7 +175,7 @@ impl Args {
 mod tests {
     use super::*;
 
-    /// The architecture of these flags, separated by spaces, or the error.
+    /// Returns the architecture of these flags, separated by spaces, or the error.
     fn architecture(flags: &str) -> std::result::Result<Architecture, String> {
         let args = Args::try_parse_from(["translation"].into_iter().chain(flags.split_whitespace())).unwrap();
         args.architecture(&args.recipe()).map_err(|error| error.to_string())

@@ -23,7 +23,7 @@ pub(crate) struct Sources {
 const HIDDEN: f32 = -1e9;
 
 impl Sources {
-    /// Padded to the longest sentence, or to `positions` if that is more.
+    /// Pads sentences to the longest sentence, or to `positions` if that is more.
     pub(crate) fn new(sentences: &[&[u32]], positions: usize, device: &Device) -> Result<Self> {
         let batch = sentences.len();
         let longest = sentences.iter().map(|sentence| sentence.len() + 1).max().unwrap_or(1);
@@ -69,13 +69,13 @@ impl Batch {
     }
 }
 
-/// The pairs in random batches of similar length, in random order.
+/// Returns the pairs in random batches of similar length, in random order.
 pub(crate) fn shuffled(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<usize>> {
     sequences::shuffled(pairs.len(), batch, seed, |i| (pairs[i].target.len(), pairs[i].source.len()))
 }
 
-/// The pairs in random batches of similar length, in random order, each with about as many targets as `batch` pairs have
-/// on average: more pairs of short targets, fewer of long ones.
+/// Returns the pairs in random batches of similar length, in random order, each with about as many targets as `batch`
+/// pairs have on average: more pairs of short targets, fewer of long ones.
 pub(crate) fn shuffled_evenly(pairs: &[Encoded], batch: usize, seed: u64) -> Vec<Vec<usize>> {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut order: Vec<usize> = (0..pairs.len()).collect();
@@ -99,7 +99,7 @@ pub(crate) fn shuffled_evenly(pairs: &[Encoded], batch: usize, seed: u64) -> Vec
     batches
 }
 
-/// The pairs in batches of similar length, in their order.
+/// Returns the pairs in batches of similar length, in their order.
 pub(crate) fn sorted(pairs: &[Encoded], batch: usize) -> Vec<Vec<usize>> {
     sequences::by_length((0..pairs.len()).collect(), batch, |i| (pairs[i].target.len(), pairs[i].source.len()))
 }

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use lab::Result;
 use mos_codes::CodeTable;
 
-/// Codes of a word at most.
+/// The largest number of codes of a word.
 pub(crate) const LONGEST: usize = 2;
 
 #[derive(Clone)]
@@ -31,9 +31,9 @@ impl Codes {
         &self.table
     }
 
-    /// The number of codes.
+    /// Returns the number of codes.
     pub(crate) fn len(&self) -> usize {
-        self.table.config().codes()
+        self.table.config().code_count()
     }
 
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
@@ -44,20 +44,21 @@ impl Codes {
         self.words.decode(&self.table.codebook().decode(codes)?)
     }
 
-    /// What is added to the log-probabilities of the next codes: minus infinity for those that no word has after the
-    /// `last` ones `[rows]`; `[rows, codes]`.
+    /// Returns what is added to the log-probabilities of the next codes, `[rows, codes]`: minus infinity for those that
+    /// no word has after the `last` ones `[rows]`.
     pub(crate) fn mask(&self, last: &Tensor) -> Result<Tensor> {
         let firsts: Vec<_> = last.to_vec1::<u32>()?.into_iter().map(|code| self.opens(code).then_some(code)).collect();
         Ok(self.table.codebook().mask(&firsts, last.device())?)
     }
 
-    /// `codes` without a word at the end that lacks its second code, as after a search that its maximum length ends.
+    /// Returns `codes` without a word at the end that lacks its second code, as after a search that its maximum length
+    /// ends.
     pub(crate) fn whole(&self, mut codes: Vec<u32>) -> Vec<u32> {
         codes.pop_if(|last| self.opens(*last));
         codes
     }
 
-    /// Whether a second code follows: rows are first codes only.
+    /// Returns whether a second code follows: rows are first codes only.
     fn opens(&self, code: u32) -> bool {
         self.table.codebook().advance(None, code).is_ok_and(|first| first.is_some())
     }

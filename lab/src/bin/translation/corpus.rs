@@ -14,9 +14,9 @@ pub(crate) struct Pair {
 pub(crate) struct Corpus {
     pub(crate) name: String,
     pub(crate) train: Vec<Pair>,
-    /// What the epoch is chosen on.
+    /// The part on which the epoch is chosen.
     pub(crate) valid: Vec<Pair>,
-    /// What is only scored, once training is over; may be empty.
+    /// The part that is only scored, once training is over. It may be empty.
     pub(crate) test: Vec<Pair>,
 }
 
@@ -28,8 +28,8 @@ pub(crate) struct Encoded {
 }
 
 impl Corpus {
-    /// Reads train.SOURCE and train.TARGET, valid.SOURCE and valid.TARGET, and test.SOURCE and test.TARGET if both exist;
-    /// one sentence per line.
+    /// Reads train.SOURCE and train.TARGET, valid.SOURCE and valid.TARGET, and test.SOURCE and test.TARGET if both
+    /// exist; one sentence per line.
     pub(crate) fn from_folder(folder: &Path, source: &str, target: &str) -> Result<Self> {
         let files = |name: &str| [source, target].map(|language| folder.join(format!("{name}.{language}")));
         let read = |name: &str| {
@@ -42,8 +42,8 @@ impl Corpus {
         Ok(Self { name, train: read("train")?, valid: read("valid")?, test })
     }
 
-    /// The pairs that a trained model is scored on, with the name of their part: those of the test if there are any,
-    /// otherwise those of validation.
+    /// Returns the pairs that a trained model is scored on, with the name of their part: those of the test if there are
+    /// any, otherwise those of validation.
     pub(crate) fn scored(&self) -> (&'static str, &[Pair]) {
         if self.test.is_empty() {
             ("valid", &self.valid)
@@ -59,8 +59,8 @@ impl Corpus {
     }
 }
 
-/// The pairs of training and validation as token ids. The digest covers their texts alone: the vocabulary comes from
-/// them, or from a checkpoint, and a model may be tested on any pairs.
+/// Returns the pairs of training and validation as token ids. The digest covers their texts alone: the vocabulary comes
+/// from them, or from a checkpoint, and a model may be tested on any pairs.
 pub(crate) fn encode(corpus: &Corpus, source: &Vocabulary, target: &Vocabulary) -> Result<Data<Encoded>> {
     let texts = corpus.train.iter().chain(&corpus.valid).flat_map(|pair| [&pair.source, &pair.target]);
     let digest = Digest::default().texts(texts).to_string();
@@ -70,20 +70,20 @@ pub(crate) fn encode(corpus: &Corpus, source: &Vocabulary, target: &Vocabulary) 
     Ok(Data { name: corpus.name.clone(), digest, train, valid, per_word })
 }
 
-/// Pairs as token ids.
+/// Returns pairs as token ids.
 pub(crate) fn encode_pairs(pairs: &[Pair], source: &Vocabulary, target: &Vocabulary) -> Result<Vec<Encoded>> {
     let encode =
         |pair: &Pair| Ok(Encoded { source: source.encode(&pair.source)?, target: target.encode(&pair.target)? });
     pairs.iter().map(encode).collect()
 }
 
-/// Targets of a model per word of the target texts; both with the end of each.
+/// Returns the number of targets of a model for each word of the target texts, both with the end of each text.
 pub(crate) fn targets_per_word(pairs: &[Pair], encoded: &[Encoded]) -> f64 {
     let words: usize = pairs.iter().map(|pair| pair.target.split_whitespace().count() + 1).sum();
     targets(encoded) as f64 / words as f64
 }
 
-/// The number of targets of a model, with the end of each text.
+/// Returns the number of targets of a model, with the end of each text.
 pub(crate) fn targets(pairs: &[Encoded]) -> usize {
     pairs.iter().map(|pair| pair.target.len() + 1).sum()
 }

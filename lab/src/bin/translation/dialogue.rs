@@ -10,7 +10,7 @@ use std::path::Path;
 /// The marks before each utterance of a context: whether the responder said it.
 pub(crate) const MARKS: [&str; 2] = ["<you>", "<me>"];
 
-/// One dialogue of so many is for validation, and as many are for the test.
+/// One in this many dialogues is for validation, and as many are for the test.
 const HELD_OUT: usize = 6;
 /// The seed of the split: all trainings are compared on the same dialogues, whatever their own seed is.
 const SPLIT: u64 = 1;
@@ -54,7 +54,7 @@ fn parse(line: &str) -> Result<Vec<Utterance>> {
     utterances.iter().map(utterance).collect()
 }
 
-/// Every utterance but the first, as a response to at most `turns` utterances before it.
+/// Returns every utterance but the first, as a response to at most `turns` utterances before it.
 fn pairs(dialogue: &[Utterance], turns: usize) -> Vec<Pair> {
     let pair = |i: usize| {
         let response = &dialogue[i];
@@ -66,7 +66,7 @@ fn pairs(dialogue: &[Utterance], turns: usize) -> Vec<Pair> {
     (1..dialogue.len()).filter(spoken).map(pair).collect()
 }
 
-/// A context from utterances, each with whether the responder said it.
+/// Returns a context from utterances, each with whether the responder said it.
 pub(crate) fn context<'a>(utterances: impl Iterator<Item = (bool, &'a str)>) -> String {
     utterances.map(|(mine, text)| format!("{} {text}", MARKS[usize::from(mine)])).collect::<Vec<_>>().join(" ")
 }

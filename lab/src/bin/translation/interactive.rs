@@ -8,7 +8,7 @@ use crate::setting::load_model;
 use crate::task::Task;
 use candle_core::Device;
 use lab::{checkpoint::Checkpoint, Result};
-use mos_head::{Sampler, Sampling};
+use mos_head::decode::{Sampler, Sampling};
 use std::io::BufRead;
 
 const REPLIES: usize = 3;

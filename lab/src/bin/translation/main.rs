@@ -1,15 +1,17 @@
-//! Trains an encoder-decoder with attention, recurrent or a Transformer, with each of the three output layers at equal size.
+//! Trains an encoder-decoder with attention, recurrent or a Transformer, with each of the three output layers at equal
+//! size.
 //!
 //!     cargo run --release -p lab --bin translation
 //!
-//! Without data, translates English into a built-in language. Every head gets over 95% of new sentences exactly right.
+//! Without data, the program translates English into a built-in language. Every head gets over 95% of new sentences
+//! exactly right.
 //!
 //!     cargo run --release -p lab --bin translation -- --data DIR --source de --target en --head mos --save mos.safetensors
 //!     cargo run --release -p lab --bin translation -- --translate --resume mos.safetensors < lines
 //!
 //! Translates from DIR/train.de to DIR/train.en, and ends with the BLEU of a beam search over DIR/test.de, or over
-//! DIR/valid.de if there is no test. With `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so that a
-//! mixture is cheap. With `--architecture transformer` the model is a Transformer.
+//! DIR/valid.de if there is no test. With `--vocab bpe`, `light` or `hybrid`, few token ids serve for many words, so
+//! that a mixture is cheap. With `--architecture transformer` the model is a Transformer.
 //!
 //!     cargo run --release -p lab --bin translation -- --dialogue FILE.jsonl --head mos --save mos.safetensors
 //!     cargo run --release -p lab --bin translation -- --chat --resume mos.safetensors --temperature 0.7
@@ -121,7 +123,7 @@ fn run(args: &Args) -> Result<()> {
     heads::finish(&args.common, &rows, &axes, |nll| nll, |row| report::json(row, &rows))
 }
 
-/// The file of `--write-found`, before anything is trained.
+/// Creates the file of `--write-found`, before anything is trained.
 fn create(path: &Path) -> Result<File> {
     File::create(path).map_err(|error| format!("--write-found {} cannot be written: {error}", path.display()).into())
 }

@@ -41,7 +41,7 @@ pub(crate) enum State {
 }
 
 impl State {
-    /// The states of these rows.
+    /// Returns the states of these rows.
     pub(crate) fn select(&self, rows: &Tensor) -> Result<Self> {
         Ok(match self {
             State::Recurrent(state) => State::Recurrent(state.select(rows)?),
@@ -74,7 +74,7 @@ impl Seq2Seq {
         Ok(Self { setting, kind, sizes, embedding, layers, body, head, varmap, device })
     }
 
-    /// The decoder's initial state.
+    /// Returns the decoder's initial state.
     pub(crate) fn encode(&self, sources: &Sources, rng: Option<&mut StdRng>) -> Result<State> {
         Ok(match &self.body {
             Body::Recurrent(body) => State::Recurrent(body.encode(sources, rng)?),
@@ -82,8 +82,8 @@ impl Seq2Seq {
         })
     }
 
-    /// Token ids [batch, steps] -> the head's hidden states for the next ids, [batch, steps, hidden]; advances `state`.
-    /// Dropout is applied if a generator for its masks is given.
+    /// Computes the head's hidden states `[batch, steps, hidden]` for the ids after token ids `[batch, steps]`, and
+    /// advances `state`. Dropout is applied if a generator for its masks is given.
     pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
         match (&self.body, state) {
             (Body::Recurrent(body), State::Recurrent(state)) => body.decode(ids, state, rng),
@@ -92,14 +92,14 @@ impl Seq2Seq {
         }
     }
 
-    /// Hidden states for all targets of a batch.
+    /// Returns the hidden states for all targets of a batch.
     pub(crate) fn hidden(&self, batch: &Batch, mut rng: Option<&mut StdRng>) -> Result<Tensor> {
         let mut state = self.encode(&batch.sources, rng.as_deref_mut())?;
         self.decode(&batch.inputs, &mut state, rng)
     }
 }
 
-/// Pairs per batch of an evaluation.
+/// The number of pairs of a batch in an evaluation.
 const EVALUATION_BATCH: usize = 64;
 
 impl Model for Seq2Seq {
@@ -164,10 +164,10 @@ mod tests {
         [Architecture::Lstm, Architecture::Transformer(Shape { heads: 2, inner: 24 })];
 
     fn model(architecture: Architecture, kind: HeadKind) -> Seq2Seq {
-        model_of(Task::Toy, architecture, kind)
+        model_for(Task::Toy, architecture, kind)
     }
 
-    fn model_of(task: Task, architecture: Architecture, kind: HeadKind) -> Seq2Seq {
+    fn model_for(task: Task, architecture: Architecture, kind: HeadKind) -> Seq2Seq {
         let (embedding, context) = (if architecture == Architecture::Lstm { Some(8) } else { None }, Some(12));
         let recipe = Recipe { hidden: 16, embedding, context, layers: 2, dropout: 0.3, ..Recipe::BASE };
         let words: String = (0..46).map(|i| format!("word{i} ")).collect();
@@ -178,10 +178,10 @@ mod tests {
 
     #[test]
     fn padding_changes_nothing() {
-        ARCHITECTURES.into_iter().for_each(padding_changes_nothing_of);
+        ARCHITECTURES.into_iter().for_each(check_that_padding_changes_nothing);
     }
 
-    fn padding_changes_nothing_of(architecture: Architecture) {
+    fn check_that_padding_changes_nothing(architecture: Architecture) {
         let model = model(architecture, HeadKind::Mos);
         let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
         let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
@@ -197,10 +197,10 @@ mod tests {
 
     #[test]
     fn step_by_step_equals_all_at_once() {
-        ARCHITECTURES.into_iter().for_each(step_by_step_equals_all_at_once_of);
+        ARCHITECTURES.into_iter().for_each(check_that_step_by_step_equals_all_at_once);
     }
 
-    fn step_by_step_equals_all_at_once_of(architecture: Architecture) {
+    fn check_that_step_by_step_equals_all_at_once(architecture: Architecture) {
         let model = model(architecture, HeadKind::Softmax);
         let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
         let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
@@ -226,7 +226,7 @@ mod tests {
         let hidden = Tensor::ones((2, 3, 16), DType::F32, &Device::Cpu).unwrap();
         let targets = Tensor::new(&[[4u32, 5, 6], [7, 8, 9]], &Device::Cpu).unwrap();
         for (task, has_dropout) in [(Task::Dialogue, true), (Task::Translation, false), (Task::Toy, false)] {
-            let model = model_of(task, Architecture::Lstm, HeadKind::Mos);
+            let model = model_for(task, Architecture::Lstm, HeadKind::Mos);
             let sum = |seed| {
                 let options = LossOptions::new().with_dropout(DropoutMasks::Seeded(seed));
                 model.head().loss(&hidden, &targets, &options).unwrap().sum_and_count().unwrap().0
@@ -238,7 +238,9 @@ mod tests {
     #[test]
     fn every_variable_gets_a_gradient() {
         use mos_head::LossOptions;
-        for (architecture, kind) in ARCHITECTURES.into_iter().flat_map(|of| HeadKind::ALL.map(|kind| (of, kind))) {
+        for (architecture, kind) in
+            ARCHITECTURES.into_iter().flat_map(|architecture| HeadKind::ALL.map(|kind| (architecture, kind)))
+        {
             let model = model(architecture, kind);
             let pairs =
                 [Encoded { source: vec![5, 6, 7], target: vec![8, 9] }, Encoded { source: vec![9], target: vec![4] }];

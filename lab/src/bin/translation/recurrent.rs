@@ -34,9 +34,9 @@ impl Recurrent {
         })
     }
 
-    /// The bound of a variable's initial values. They keep their scale from the embeddings to the logits. With smaller
-    /// initial values all positions of the source look alike, and attention takes epochs to form, more of them the smaller
-    /// the contexts are.
+    /// Returns the bound of a variable's initial values. They keep their scale from the embeddings to the logits. With
+    /// smaller initial values all positions of the source look alike, and attention takes epochs to form, more of them
+    /// the smaller the contexts are.
     pub(crate) fn bound(kind: HeadKind, sizes: HeadSizes, name: &str) -> f64 {
         let linear = 1.0 / (sizes.hidden as f64).sqrt();
         match name {
@@ -48,7 +48,7 @@ impl Recurrent {
         }
     }
 
-    /// The decoder's initial state, from the mean of the encoder's outputs without the padding.
+    /// Returns the decoder's initial state, from the mean of the encoder's outputs without the padding.
     pub(crate) fn encode(&self, sources: &Sources, mut rng: Option<&mut StdRng>) -> Result<State> {
         let mut read = |lstm: &Lstm, ids: &Tensor| {
             let inputs = self.source_embedding.forward(ids)?;
@@ -63,7 +63,7 @@ impl Recurrent {
         self.decoder.start(outputs, &mean, sources.mask.clone())
     }
 
-    /// As [`RecurrentDecoder::decode`].
+    /// Computes the same as [`RecurrentDecoder::decode`].
     pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
         self.decoder.decode(ids, state, rng)
     }

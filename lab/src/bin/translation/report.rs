@@ -13,9 +13,9 @@ use serde_json::{json, Map, Value};
 
 pub(crate) type Row = Outcome<Trained>;
 
-/// What is reported of a trained model.
+/// These are the results of a trained model.
 pub(crate) struct Trained {
-    /// Of the test pairs if `test_nll` is known, otherwise of the validation pairs.
+    /// The scores of the test pairs if `test_nll` is known, otherwise of the validation pairs.
     measures: Measures,
     /// Mean NLL per word of the test pairs, in nats; `None` if there are none.
     test_nll: Option<f64>,
@@ -53,7 +53,7 @@ impl Trained {
     }
 }
 
-/// `count` evenly spaced pairs with their best results.
+/// Returns `count` evenly spaced pairs with their best results.
 pub(crate) fn samples(pairs: &[Pair], scores: &Scores, count: usize) -> String {
     let mut lines = vec![];
     for i in 0..count.min(pairs.len()) {
@@ -66,7 +66,7 @@ pub(crate) fn samples(pairs: &[Pair], scores: &Scores, count: usize) -> String {
     lines.join("\n")
 }
 
-/// A JSON line for each pair, with all that was found for it.
+/// Returns a JSON line for each pair, with all that was found for it.
 pub(crate) fn found(kind: HeadKind, pairs: &[Pair], scores: &Scores) -> Result<String> {
     let line = |(pair, found): (&Pair, &Vec<String>)| {
         let line = json!({ "head": kind.name(), "source": pair.source, "reference": pair.target, "found": found });
@@ -90,7 +90,7 @@ pub(crate) fn table(rows: &[Row]) -> String {
         cells.extend(test.iter().map(|_| number(test_nll(row).map(f64::exp), 3)));
         let value = |i: usize| row.more.as_ref().map(|trained| trained.measures[i].1);
         cells.extend((0..names.len()).map(|i| number(value(i), 2)));
-        let cost = |of: fn(&Trained) -> Option<f64>| row.more.as_ref().and_then(of);
+        let cost = |select: fn(&Trained) -> Option<f64>| row.more.as_ref().and_then(select);
         let (seconds, mib) = (cost(|trained| trained.seconds_per_batch), cost(|trained| trained.peak_mib));
         cells.extend([number(row.tokens_per_second, 0), number(seconds, 3), number(mib, 0)]);
         cells.push(number(slowdown(row, rows), 2));
@@ -152,16 +152,16 @@ mod tests {
     }
 
     #[test]
-    fn results_say_which_pairs_they_are_of() {
-        let of = |test_nll| {
+    fn results_name_their_pairs() {
+        let reported = |test_nll| {
             let rows = [row(test_nll)];
             (json(&rows[0], &rows), table(&rows))
         };
-        let (with, with_table) = of(Some(2.0));
+        let (with, with_table) = reported(Some(2.0));
         assert_eq!((&with["scores_of"], &with["test_perplexity"]), (&json!("test"), &json!(2f64.exp())));
         assert_eq!(with["scores"], json!({ "bleu_1_p": 12.5 }));
         assert!(with_table.contains("test ppl") && with_table.contains("7.389"), "{with_table}");
-        let (without, without_table) = of(None);
+        let (without, without_table) = reported(None);
         assert_eq!((&without["scores_of"], &without["test_perplexity"]), (&json!("valid"), &Value::Null));
         assert!(!without_table.contains("test ppl"), "{without_table}");
     }

@@ -17,7 +17,7 @@ pub(crate) struct Scores {
     pub(crate) found: Vec<Vec<String>>,
 }
 
-/// Mean NLL per word of the target texts, in nats.
+/// Returns the mean NLL per word of the target texts, in nats.
 pub(crate) fn nll_per_word(session: &Session<Seq2Seq>, pairs: &[Pair], encoded: &[Encoded]) -> Result<f64> {
     Ok(targets_per_word(pairs, encoded) * session.evaluate(encoded)?)
 }
@@ -53,8 +53,8 @@ fn bleu(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
     corpus_bleu(found.iter().zip(pairs).map(|(texts, pair)| (best(texts), [pair.target.as_str()])))
 }
 
-/// Zhao et al. (2017): the mean over the hypotheses of the best BLEU with a reference, and the mean over the references
-/// of the best BLEU with a hypothesis. Here every context has one reference.
+/// Computes the scores of Zhao et al. (2017): the mean over the hypotheses of the best BLEU with a reference, and the
+/// mean over the references of the best BLEU with a hypothesis. Here every context has one reference.
 fn precision_and_recall(pairs: &[Pair], found: &[Vec<String>]) -> Measures {
     const NAMES: [[&str; 2]; 4] =
         [["BLEU-1 P", "BLEU-1 R"], ["BLEU-2 P", "BLEU-2 R"], ["BLEU-3 P", "BLEU-3 R"], ["BLEU-4 P", "BLEU-4 R"]];
@@ -72,7 +72,7 @@ fn precision_and_recall(pairs: &[Pair], found: &[Vec<String>]) -> Measures {
     named.flat_map(|(names, sums)| [(names[0], percent(sums[0])), (names[1], percent(sums[1]))]).collect()
 }
 
-/// The share of different texts among the best of all pairs.
+/// Returns the share of different texts among the best of all pairs.
 fn distinct(found: &[Vec<String>]) -> f64 {
     let different: HashSet<&str> = found.iter().map(|texts| best(texts)).collect();
     100.0 * different.len() as f64 / found.len() as f64

@@ -7,7 +7,7 @@ use crate::vocabulary::{END, START};
 use candle_core::Tensor;
 use lab::sequences::by_length;
 use lab::{model::Model, progress, Result};
-use mos_head::{BeamSearch, Hypothesis, Sampler, TopK};
+use mos_head::decode::{BeamSearch, Hypothesis, Sampler, TopK};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beam {
@@ -15,17 +15,17 @@ pub(crate) struct Beam {
     pub(crate) n_best: usize,
     pub(crate) max_length: usize,
     pub(crate) length_penalty: f64,
-    /// How much of what the model says without a source is subtracted from the log-probabilities of the first tokens.
+    /// The share of the log-probabilities without a source that is subtracted from those of the first tokens.
     pub(crate) diversity: f64,
 }
 
-/// Number of sentences decoded together.
+/// The number of sentences that are decoded together.
 const BATCH: usize = 32;
-/// Number of tokens at the start of a target that `diversity` applies to, and of candidates for each.
+/// The number of tokens at the start of a target that `diversity` applies to, and of candidates for each.
 const FIRST: usize = 5;
 const CANDIDATES: usize = 20;
 
-/// The best targets of each source, the best first.
+/// Returns the best targets of each source, the best first.
 pub(crate) fn search(model: &Seq2Seq, sources: &[&[u32]], beam: Beam) -> Result<Vec<Vec<Vec<u32>>>> {
     let search = BeamSearch::new(END)
         .with_width(beam.width)
@@ -92,7 +92,7 @@ fn search_batch(
     })
 }
 
-/// Log-probabilities of the next tokens after the `last` ones; minus infinity where no word has them.
+/// Computes the log-probabilities of the next tokens after the `last` ones; minus infinity where no word has them.
 fn log_probs(model: &Seq2Seq, hidden: &Tensor, last: &Tensor) -> Result<Tensor> {
     let log_probs = model.head().log_probs(hidden)?;
     match model.setting.target.codes() {
@@ -101,12 +101,12 @@ fn log_probs(model: &Seq2Seq, hidden: &Tensor, last: &Tensor) -> Result<Tensor> 
     }
 }
 
-/// The maximum number of tokens of a target, which are words, pieces of words, or codes.
+/// Returns the maximum number of tokens of a target, which are words, pieces of words, or codes.
 fn longest(model: &Seq2Seq, max_length: usize) -> usize {
     max_length * if model.setting.target.codes().is_some() { LONGEST } else { 1 }
 }
 
-/// The tokens without a word that the maximum length cuts.
+/// Returns the tokens without a word that the maximum length cuts.
 fn whole(model: &Seq2Seq, tokens: Vec<u32>) -> Vec<u32> {
     match model.setting.target.codes() {
         Some(codes) => codes.whole(tokens),
@@ -114,7 +114,7 @@ fn whole(model: &Seq2Seq, tokens: Vec<u32>) -> Vec<u32> {
     }
 }
 
-/// `count` sampled targets of one source.
+/// Returns `count` sampled targets of one source.
 pub(crate) fn draw(
     model: &Seq2Seq,
     source: &[u32],
@@ -155,7 +155,7 @@ mod tests {
     use crate::vocabulary::Vocabulary;
     use candle_core::Device;
     use lab::{head::HeadKind, recipe::Recipe};
-    use mos_head::Sampling;
+    use mos_head::decode::Sampling;
 
     #[test]
     fn diversity_finds_no_empty_targets() {
@@ -165,7 +165,7 @@ mod tests {
         let setting = Setting { task, architecture, source: words.clone(), target: words, turns: 1 };
         let model = Seq2Seq::new(HeadKind::Mos, setting, &recipe, &Device::Cpu).unwrap();
         let found = |diversity| {
-            // As wide as the vocabulary: all first tokens are kept.
+            // The search is as wide as the vocabulary, so that all first tokens are kept.
             let beam = Beam { width: 10, n_best: 10, max_length: 3, length_penalty: 0.0, diversity };
             search(&model, &[&[5, 6], &[7]], beam).unwrap().concat()
         };

@@ -8,7 +8,7 @@ use candle_core::Device;
 use lab::head::HeadKind;
 use lab::{checkpoint::Checkpoint, model::Model, recipe::Recipe, Result};
 
-/// What lies below the output layer.
+/// The model below the output layer has one of these architectures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Architecture {
     Lstm,
@@ -23,7 +23,7 @@ impl Architecture {
         }
     }
 
-    /// That of a checkpoint; one without a name is recurrent.
+    /// Returns the architecture of a checkpoint. One without a name is recurrent.
     fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         match checkpoint.optional::<String>("architecture")?.as_deref() {
             None | Some("lstm") => Ok(Architecture::Lstm),
@@ -35,7 +35,7 @@ impl Architecture {
         }
     }
 
-    /// Its settings, by the names of their flags.
+    /// Returns its settings, by the names of their flags.
     fn settings(self) -> Vec<(&'static str, String)> {
         let mut settings = vec![("architecture", self.name().to_owned())];
         if let Architecture::Transformer(Shape { heads, inner }) = self {
@@ -51,7 +51,7 @@ pub(crate) struct Setting {
     pub(crate) architecture: Architecture,
     pub(crate) source: Vocabulary,
     pub(crate) target: Vocabulary,
-    /// Number of utterances in a context.
+    /// The number of utterances in a context.
     pub(crate) turns: usize,
 }
 
@@ -69,8 +69,8 @@ impl Setting {
 
     /// Fails unless the model below the output layer is of this kind and shape.
     pub(crate) fn require_architecture(self, architecture: Architecture) -> Result<Self> {
-        let flags = |of: Architecture| {
-            let settings = of.settings().into_iter().map(|(flag, value)| format!("--{flag} {value}"));
+        let flags = |architecture: Architecture| {
+            let settings = architecture.settings().into_iter().map(|(flag, value)| format!("--{flag} {value}"));
             settings.collect::<Vec<_>>().join(" ")
         };
         let (stored, wanted) = (flags(self.architecture), flags(architecture));
@@ -81,7 +81,7 @@ impl Setting {
         }
     }
 
-    /// The metadata of a checkpoint.
+    /// Returns the metadata of a checkpoint.
     pub(crate) fn notes(&self) -> Result<Vec<(&'static str, String)>> {
         let mut notes = self.architecture.settings();
         notes.extend([
@@ -94,11 +94,11 @@ impl Setting {
     }
 }
 
-/// The model of a checkpoint, without the state of training.
+/// Returns the model of a checkpoint, without the state of training.
 pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq2Seq> {
     let setting = Setting::from_checkpoint(checkpoint)?;
-    let kind = HeadKind::of_checkpoint(checkpoint)?;
-    let recipe = Recipe::of_checkpoint(kind, checkpoint)?;
+    let kind = HeadKind::from_checkpoint(checkpoint)?;
+    let recipe = Recipe::from_checkpoint(kind, checkpoint)?;
     let model = Seq2Seq::new(kind, setting, &recipe, device)?;
     checkpoint.restore_variables(model.varmap())?;
     Ok(model)
@@ -130,7 +130,9 @@ mod tests {
         kind: HeadKind,
         corpus: &Corpus,
         setting: &Setting,
-        (epochs, hidden, dropout): (usize, usize, f64),
+        epochs: usize,
+        hidden: usize,
+        dropout: f64,
     ) -> Session<Seq2Seq> {
         let recipe = Recipe {
             components: 2,
@@ -157,14 +159,14 @@ mod tests {
     }
 
     fn check_resumed(corpus: &Corpus, setting: &Setting) {
-        let mut whole = session(HeadKind::Mos, corpus, setting, (2, 16, 0.2));
+        let mut whole = session(HeadKind::Mos, corpus, setting, 2, 16, 0.2);
         whole.run(None, None, None).unwrap();
 
         let path = std::env::temp_dir().join(format!("translation_{}.safetensors", std::process::id()));
-        session(HeadKind::Mos, corpus, setting, (1, 16, 0.2)).run(Some(&path), None, None).unwrap();
+        session(HeadKind::Mos, corpus, setting, 1, 16, 0.2).run(Some(&path), None, None).unwrap();
         let checkpoint = Checkpoint::load(&path, &Device::Cpu).unwrap();
         let again = Setting::from_checkpoint(&checkpoint).unwrap();
-        let mut second = session(HeadKind::Mos, corpus, &again, (2, 16, 0.2));
+        let mut second = session(HeadKind::Mos, corpus, &again, 2, 16, 0.2);
         second.restore(&checkpoint).unwrap();
         assert_eq!(second.history.len(), 1);
         second.run(Some(&path), None, None).unwrap();
@@ -175,7 +177,7 @@ mod tests {
         let alone = Session::new(HeadKind::Mos, model, data(corpus, setting), &Recipe::BASE).unwrap();
         assert!((alone.valid_nll().unwrap() - whole.history[1][1]).abs() < 1e-6);
 
-        let mut other = session(HeadKind::Mos, corpus, setting, (1, 8, 0.0));
+        let mut other = session(HeadKind::Mos, corpus, setting, 1, 8, 0.0);
         let error = other.restore(&checkpoint).unwrap_err().to_string();
         assert!(error.contains("--hidden 16") && error.contains("--hidden 8"), "{error}");
         std::fs::remove_file(path).unwrap();
@@ -187,7 +189,7 @@ mod tests {
         let [_, target] = vocabularies(Shape::Hybrid, &random()).unwrap();
         let setting = Setting { target, ..setting(&corpus) };
         let path = std::env::temp_dir().join(format!("translation_codes_{}.safetensors", std::process::id()));
-        let mut session = session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.0));
+        let mut session = session(HeadKind::Mos, &corpus, &setting, 1, 16, 0.0);
         session.run(Some(&path), None, None).unwrap();
         let model = load_model(&Checkpoint::load(&path, &Device::Cpu).unwrap(), &Device::Cpu).unwrap();
         std::fs::remove_file(path).unwrap();
@@ -204,7 +206,7 @@ mod tests {
     fn a_checkpoint_of_another_corpus_is_an_error() {
         let corpora = [toy::corpus(300, 40, 7), toy::corpus(300, 40, 8)];
         let setting = setting(&corpora[0]);
-        let [first, mut other] = corpora.each_ref().map(|corpus| session(HeadKind::Moc, corpus, &setting, (1, 8, 0.0)));
+        let [first, mut other] = corpora.each_ref().map(|corpus| session(HeadKind::Moc, corpus, &setting, 1, 8, 0.0));
         let error = other.restore(&first.checkpoint().unwrap()).unwrap_err().to_string();
         assert!(error.contains("a built-in language") && error.contains("--seed"), "{error}");
     }
@@ -215,7 +217,7 @@ mod tests {
     fn a_checkpoint_has_the_architecture() {
         let corpus = toy::corpus(300, 40, 7);
         let setting = Setting { architecture: TRANSFORMER, ..setting(&corpus) };
-        let mut session = session(HeadKind::Mos, &corpus, &setting, (1, 16, 0.1));
+        let mut session = session(HeadKind::Mos, &corpus, &setting, 1, 16, 0.1);
         session.run(None, None, None).unwrap();
         let mut checkpoint = session.checkpoint().unwrap();
         let again = Setting::from_checkpoint(&checkpoint).unwrap();
@@ -232,7 +234,7 @@ mod tests {
         let error = again.require_architecture(Architecture::Lstm).err().unwrap().to_string();
         assert!(error.contains("--architecture transformer --attention-heads 4 --inner 96"), "{error}");
         assert!(error.ends_with("this run has --architecture lstm"), "{error}");
-        // As before there were others.
+        // The checkpoint names no architecture, as before there were others.
         checkpoint.metadata.remove("architecture");
         assert_eq!(Setting::from_checkpoint(&checkpoint).unwrap().architecture, Architecture::Lstm);
         checkpoint.metadata.insert("architecture".into(), "rnn".into());
@@ -247,7 +249,7 @@ mod tests {
         let models = recurrent.into_iter().chain([(TRANSFORMER, HeadKind::Softmax), (TRANSFORMER, HeadKind::Mos)]);
         for (architecture, kind) in models {
             let setting = Setting { architecture, ..setting.clone() };
-            let mut session = session(kind, &corpus, &setting, (4, 48, 0.0));
+            let mut session = session(kind, &corpus, &setting, 4, 48, 0.0);
             session.run(None, None, None).unwrap();
             let beam = Beam { width: 2, n_best: 1, max_length: 20, length_penalty: 0.0, diversity: 0.0 };
             let valid = &session.data.valid;

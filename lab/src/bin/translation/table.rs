@@ -11,7 +11,7 @@ use mos_codes::{CodeTable, TableConfig};
 /// The language model that learns a table.
 const LEARNER: Recipe = Recipe { hidden: 128, lr: 0.004, decay: 0.8, ..Recipe::BASE };
 
-/// One text in so many is for the validation of a learned table.
+/// One in this many texts is for the validation of a learned table.
 const VALIDATION: usize = 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,16 +22,17 @@ pub(crate) enum Shape {
     Hybrid,
 }
 
-/// The table of the words of these texts; the first `special` ones have codes of their own, their ids.
+/// Returns the table of the words of these texts; the first `special` ones have codes of their own, their ids.
 pub(crate) fn choose(
     flags: &TableFlags,
     shape: Shape,
-    (words, special): (&Words, usize),
+    words: &Words,
+    special: usize,
     texts: &[Vec<u32>],
     seed: u64,
     device: &Device,
 ) -> Result<CodeTable> {
-    let config = config(flags, shape, (words.len(), special))?;
+    let config = config(flags, shape, words.len(), special)?;
     let mut counts = vec![1.0; words.len()];
     texts.iter().flatten().for_each(|&id| counts[id as usize] += 1.0);
     counts[..special].fill(f64::INFINITY);
@@ -40,22 +41,22 @@ pub(crate) fn choose(
     }
     let (valid, train) = texts.split_at((texts.len() / VALIDATION).max(1));
     let text = Data::new("the targets".into(), words.all(), one_text(train), one_text(valid));
-    let table = flags.choose(config, (words.all(), &counts), &text, &Recipe { seed, ..LEARNER }, device)?;
+    let table = flags.choose(config, words.all(), &counts, &text, &Recipe { seed, ..LEARNER }, device)?;
     flags.draw(&table, words.all(), &counts)?;
     Ok(table)
 }
 
-/// Texts one after the other, each after an end.
+/// Returns texts one after the other, each after an end.
 fn one_text(texts: &[Vec<u32>]) -> Vec<u32> {
     let texts = texts.iter().flat_map(|text| text.iter().copied().chain([END]));
     std::iter::once(END).chain(texts).collect()
 }
 
-fn config(flags: &TableFlags, shape: Shape, (words, special): (usize, usize)) -> Result<TableConfig> {
+fn config(flags: &TableFlags, shape: Shape, words: usize, special: usize) -> Result<TableConfig> {
     if shape == Shape::Light {
         return Ok(TableConfig::light_rnn(words).with_own(special));
     }
-    let fewest = special + TableConfig::light_rnn(words - special).codes();
+    let fewest = special + TableConfig::light_rnn(words - special).code_count();
     let codes = flags.codes.unwrap_or(fewest.max(words / WORDS_PER_CODE));
     if codes < fewest {
         let expected = format!("expected at least {fewest} for {words} words, {special} of them special tokens");
@@ -71,26 +72,26 @@ pub(crate) mod tests {
     use crate::vocabulary::{Vocabulary, SPECIAL};
     use lab::table::TableKind;
 
-    /// The targets of the built-in task as words, and as codes in a table.
+    /// Returns the targets of the built-in task as words, and as codes in a table.
     pub(crate) fn vocabularies(shape: Shape, flags: &TableFlags) -> Result<[Vocabulary; 2]> {
         let pairs = toy::corpus(300, 1, 7).train;
         let vocabulary = Vocabulary::words(pairs.iter().map(|pair| pair.target.as_str()), 1, &[]);
         let texts = pairs.iter().map(|pair| vocabulary.encode(&pair.target)).collect::<Result<Vec<_>>>()?;
         let words = vocabulary.as_words().expect("words");
-        let table = choose(flags, shape, (words, SPECIAL.len()), &texts, 3, &Device::Cpu)?;
+        let table = choose(flags, shape, words, SPECIAL.len(), &texts, 3, &Device::Cpu)?;
         Ok([vocabulary.clone(), vocabulary.with_table(table)?])
     }
 
-    fn of(kind: TableKind) -> TableFlags {
+    fn flags(kind: TableKind) -> TableFlags {
         TableFlags { table: Some(kind), ..TableFlags::default() }
     }
 
     pub(crate) fn random() -> TableFlags {
-        of(TableKind::Random)
+        flags(TableKind::Random)
     }
 
     pub(crate) fn by_frequency() -> TableFlags {
-        of(TableKind::Frequency)
+        flags(TableKind::Frequency)
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub(crate) enum VocabularyKind {
 }
 
 impl VocabularyKind {
-    /// The shape of the table, if there is one.
+    /// Returns the shape of the table, if there is one.
     fn shape(self) -> Option<Shape> {
         match self {
             VocabularyKind::Word | VocabularyKind::Bpe => None,
@@ -75,8 +75,8 @@ impl Task {
         }
     }
 
-    /// The dropout of the mixtures' contexts beside a `dropout` of all else. On the few dialogues that there are, mixtures
-    /// overfit without it: a softmax has dropout right before its decoder, on the hidden states.
+    /// Returns the dropout of the mixtures' contexts beside a `dropout` of all else. On the few dialogues that there
+    /// are, mixtures overfit without it: a softmax has dropout right before its decoder, on the hidden states.
     pub(crate) fn context_dropout(self, dropout: f64) -> f64 {
         match self {
             Task::Toy | Task::Translation => 0.0,
@@ -84,7 +84,7 @@ impl Task {
         }
     }
 
-    /// The number of results that are scored per pair.
+    /// Returns the number of results that are scored per pair.
     pub(crate) fn n_best(self) -> usize {
         if self == Task::Dialogue {
             5
@@ -108,8 +108,8 @@ fn whole_corpus(args: &Args) -> Result<Corpus> {
     }
 }
 
-/// The vocabularies of sources and targets, from the training pairs. Dialogues share one for both: their contexts are
-/// made of responses. Only targets have codes.
+/// Returns the vocabularies of sources and targets, from the training pairs. Dialogues share one for both: their
+/// contexts are made of responses. Only targets have codes.
 pub(crate) fn vocabularies(args: &Args, pairs: &[Pair], device: &Device) -> Result<[Vocabulary; 2]> {
     let shape = args.vocab.shape();
     args.tables.check(shape == Some(Shape::Hybrid), shape.is_some())?;
@@ -122,7 +122,7 @@ pub(crate) fn vocabularies(args: &Args, pairs: &[Pair], device: &Device) -> Resu
     let source = if marks.is_empty() { side(|pair| &pair.source)? } else { target.clone() };
     let Some(shape) = shape else { return Ok([source, target]) };
     let texts = pairs.iter().map(|pair| target.encode(&pair.target)).collect::<Result<Vec<_>>>()?;
-    let words = (target.as_words().ok_or("codes are of words")?, SPECIAL.len() + marks.len());
-    let table = table::choose(&args.tables, shape, words, &texts, args.common.seed, device)?;
+    let (words, special) = (target.as_words().ok_or("codes are of words")?, SPECIAL.len() + marks.len());
+    let table = table::choose(&args.tables, shape, words, special, &texts, args.common.seed, device)?;
     Ok([source, target.with_table(table)?])
 }

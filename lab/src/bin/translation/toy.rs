@@ -84,7 +84,7 @@ pub(crate) fn corpus(train: usize, valid: usize, seed: u64) -> Corpus {
     Corpus { name: "a built-in language".into(), train: pairs, valid, test: vec![] }
 }
 
-/// A noun phrase in both languages, and whether it is plural.
+/// Returns a noun phrase in both languages, and whether it is plural.
 fn phrase(rng: &mut StdRng) -> (String, String, bool) {
     let (determiner, plural, stem) = pick(&DETERMINERS, rng);
     let (noun, noun_stem, feminine) = pick(&NOUNS, rng);

@@ -48,8 +48,8 @@ impl Transformer {
         })
     }
 
-    /// The bound of a variable's initial values; scales of normalisations are ones. Embeddings times the root of their
-    /// width, and all that follows up to the logits, start with numbers of about one.
+    /// Returns the bound of a variable's initial values; scales of normalisations are ones. Embeddings times the root
+    /// of their width, and all that follows up to the logits, start with numbers of about one.
     pub(crate) fn bound(shape: Shape, kind: HeadKind, sizes: HeadSizes, name: &str) -> f64 {
         let keeps_scale = |inputs: usize| (3.0 / inputs as f64).sqrt();
         match name {
@@ -67,7 +67,7 @@ impl Transformer {
         dropout(self.positions.add(&values, first)?, self.dropout, rng)
     }
 
-    /// The decoder's state before the first token.
+    /// Returns the decoder's state before the first token.
     pub(crate) fn encode(&self, sources: &Sources, mut rng: Option<&mut StdRng>) -> Result<DecoderState> {
         let mask = sources.mask.unsqueeze(1)?;
         let inputs = self.embed(&self.source_embedding, &sources.tokens, 0, rng.as_deref_mut())?;
@@ -75,7 +75,7 @@ impl Transformer {
         self.decoder.start(&outputs, mask)
     }
 
-    /// As `Recurrent::decode`.
+    /// Computes the same as `Recurrent::decode`.
     pub(crate) fn decode(
         &self,
         ids: &Tensor,

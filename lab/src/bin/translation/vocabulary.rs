@@ -1,8 +1,8 @@
-//! From text to token ids and back, by words, by byte-pair encoding or by codes of words; all are stored as a string in
-//! a checkpoint.
+//! A vocabulary maps text to token ids and back, by words, by byte-pair encoding or by codes of words; all are stored
+//! as a string in a checkpoint.
 
 use crate::codes::Codes;
-use lab::codes::{table_json, table_of_json};
+use lab::codes::{table_from_json, table_json};
 use lab::words::UNKNOWN;
 use lab::{bpe, Result};
 use mos_codes::CodeTable;
@@ -21,16 +21,17 @@ pub(crate) enum Vocabulary {
 }
 
 impl Vocabulary {
-    /// The `marks`, and the whitespace-separated words that occur at least `min_count` times, the most frequent first.
+    /// Returns the `marks`, and the whitespace-separated words that occur at least `min_count` times, the most frequent
+    /// first.
     pub(crate) fn words<'a>(texts: impl Iterator<Item = &'a str>, min_count: usize, marks: &[&str]) -> Self {
-        Self::Words(Words::of_texts(texts, min_count, marks))
+        Self::Words(Words::from_texts(texts, min_count, marks))
     }
 
-    /// At most `size` pieces of whitespace-separated words. The `marks` stay whole.
+    /// Learns at most `size` pieces of whitespace-separated words. The `marks` stay whole.
     pub(crate) fn bpe<'a>(texts: impl Iterator<Item = &'a str>, size: usize, marks: &[&str]) -> Result<Self> {
         let special: Vec<&str> = SPECIAL.iter().chain(marks).copied().collect();
         let words: Vec<&str> = texts.flat_map(str::split_whitespace).filter(|word| !special.contains(word)).collect();
-        let mut model = bpe::train(words.iter().copied(), &special, (size, 2))?;
+        let mut model = bpe::train(words.iter().copied(), &special, size, 2)?;
         model.unk_token = Some(SPECIAL[UNKNOWN as usize].into());
         let mut tokenizer = Tokenizer::new(model);
         tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
@@ -40,7 +41,7 @@ impl Vocabulary {
         Ok(Self::Bpe(Box::new(tokenizer)))
     }
 
-    /// The codes of the words in `table`, in the place of their ids.
+    /// Returns the codes of the words in `table`, in the place of their ids.
     pub(crate) fn with_table(self, table: CodeTable) -> Result<Self> {
         match self {
             Self::Words(words) => Ok(Self::Codes(Box::new(Codes::new(words, table)?))),
@@ -48,7 +49,7 @@ impl Vocabulary {
         }
     }
 
-    /// What a token is.
+    /// Returns the name of what a token is.
     pub(crate) fn kind(&self) -> &'static str {
         match self {
             Self::Words(_) => "word",
@@ -57,7 +58,7 @@ impl Vocabulary {
         }
     }
 
-    /// The number of token ids.
+    /// Returns the number of token ids.
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::Words(words) => words.len(),
@@ -73,7 +74,7 @@ impl Vocabulary {
         }
     }
 
-    /// The codes, if token ids are codes: then not every id may follow every other.
+    /// Returns the codes, if token ids are codes: then not every id may follow every other.
     pub(crate) fn codes(&self) -> Option<&Codes> {
         match self {
             Self::Codes(codes) => Some(codes),
@@ -113,7 +114,7 @@ impl Vocabulary {
         if let Some(words) = value.get("words") {
             let words = Self::Words(Words::new(serde_json::from_value(words.clone())?));
             return match value.get("table") {
-                Some(table) => words.with_table(table_of_json(table)?),
+                Some(table) => words.with_table(table_from_json(table)?),
                 None => Ok(words),
             };
         }

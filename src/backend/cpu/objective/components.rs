@@ -65,10 +65,6 @@ pub(crate) struct PositionLoss {
     pub(crate) objective: f64,
     /// Whether the target is the most probable id, if this was asked for.
     pub(crate) is_correct: bool,
-    /// With a filter: the absolute mass of all rows.
-    pub(crate) mass: f64,
-    /// With a filter: the absolute mass of the dropped rows.
-    pub(crate) dropped: f64,
 }
 
 /// The K components of one position, in buffers that a thread reuses for every position.
@@ -83,22 +79,13 @@ pub(crate) struct Components<F> {
     pub(crate) mass: Vec<F>,
     /// `[candidates, K]`: each candidate's part of `R_k`, times the slope of the softcap at its logit
     pub(crate) candidate_masses: Vec<F>,
-    /// `sum_v |q_v| r_k(v)`, which the filter compares: weights of both signs may cancel in the mass
-    pub(crate) magnitude: Vec<F>,
 }
 
 impl<F: Float> Components<F> {
     pub(crate) fn new(components: usize) -> Self {
         let zeros = || vec![F::zero(); components];
         let lse = vec![LogSumExp::default(); components];
-        Components {
-            lse,
-            log_scale: zeros(),
-            hard_mass: zeros(),
-            mass: zeros(),
-            candidate_masses: Vec::new(),
-            magnitude: zeros(),
-        }
+        Components { lse, log_scale: zeros(), hard_mass: zeros(), mass: zeros(), candidate_masses: Vec::new() }
     }
 
     /// Starts a position with these log-sum-exps and log-priors.
@@ -137,7 +124,6 @@ impl<F: Float> Components<F> {
                 let r = if self.lse.len() == 1 { F::one() } else { (joint - log_p.largest - log_p.log_sum).exp() };
                 let of_row = weighted(mass, r);
                 self.mass[k] += of_row;
-                self.magnitude[k] += of_row.abs();
                 self.candidate_masses.push(of_row * slope(z));
             }
         }
@@ -170,9 +156,6 @@ impl<F: Float> Components<F> {
             loss.objective += (z_loss * squares).f64() / components as f64;
         }
         self.mass.copy_from_slice(&self.hard_mass);
-        for (magnitude, mass) in self.magnitude.iter_mut().zip(&self.mass) {
-            *magnitude = mass.abs();
-        }
         loss
     }
 
@@ -187,18 +170,5 @@ impl<F: Float> Components<F> {
     pub(crate) fn precise_softmax_mass(&self, target: &Target<'_, F>, k: usize) -> f64 {
         let z_loss = 2.0 * F::from_f64(target.terms.z_loss).f64() / self.lse.len() as f64;
         self.mass[k].f64() + weighted(z_loss, self.lse[k].value().f64())
-    }
-
-    /// The magnitude below which the filter drops a row; records the dropped magnitude in `loss`.
-    pub(crate) fn least_magnitude(&self, target: &Target<'_, F>, loss: &mut PositionLoss) -> F {
-        let filter = F::from_f64(target.terms.gradient_filter);
-        if filter == F::zero() {
-            return F::zero();
-        }
-        let total: F = self.magnitude.iter().copied().sum();
-        let least = filter * total;
-        loss.mass = total.f64();
-        loss.dropped = self.magnitude.iter().copied().filter(|&magnitude| magnitude < least).sum::<F>().f64();
-        least
     }
 }

@@ -132,27 +132,20 @@ pub(crate) fn results<T: Element>(
         let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::from_f64(x)).collect();
         Ok::<_, Error>(Tensor::from_vec(values, sizes.positions, &Device::Cpu)?)
     };
-    let enumerated = || losses.iter().enumerate();
-    let objective: Vec<f64> =
-        enumerated().map(|(t, loss)| weighted(targets.position_weight(t), loss.objective)).collect();
+    let objective = |(t, loss): (usize, &PositionLoss)| weighted(targets.position_weight(t), loss.objective);
+    let objective: Vec<f64> = losses.iter().enumerate().map(objective).collect();
     let nll: Vec<f64> = losses.iter().map(|loss| loss.nll).collect();
     let count: f64 = (0..sizes.positions).map(|t| targets.count(t)).sum();
     let is_correct = || {
         let is_correct: Vec<u8> = losses.iter().map(|loss| u8::from(loss.is_correct)).collect();
         Tensor::from_vec(is_correct, sizes.positions, &Device::Cpu)
     };
-    let total = |of: fn(&PositionLoss) -> f64| {
-        enumerated().map(|(t, loss)| weighted(targets.position_weight(t).abs(), of(loss))).sum()
-    };
-    let (dropped, mass): (f64, f64) = (total(|loss| loss.dropped), total(|loss| loss.mass));
-    let share = if mass == 0.0 { 0.0 } else { dropped / mass };
     Ok(LossResults {
         objective: vector(&objective)?,
         nll: vector(&nll)?,
         sum: scalar(objective.iter().sum())?,
         count: scalar(count)?,
         is_correct: targets.terms.correct.then(is_correct).transpose()?,
-        dropped_mass: if targets.has_filter() { Some(scalar(share)?) } else { None },
         gradients: gradients.into_tensors(sizes, needs_grad)?,
     })
 }

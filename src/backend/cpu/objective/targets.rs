@@ -168,10 +168,6 @@ impl<F: Float> Targets<F> {
         !self.soft.is_empty() || scores.is_some_and(are_tempered)
     }
 
-    pub(crate) fn has_filter(&self) -> bool {
-        F::from_f64(self.terms.gradient_filter) > F::zero()
-    }
-
     /// The row of the target of position `t`; `None` if it is ignored.
     pub(crate) fn row(&self, t: usize) -> Option<usize> {
         self.ids.as_ref()?.rows[t]

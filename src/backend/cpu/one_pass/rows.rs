@@ -233,9 +233,8 @@ impl<T: Element> SummedChunk<'_, '_, T> {
         // A position without a target has a gradient of zero.
         let target = targets.position(t).unwrap_or_default();
         let logit = |k: usize, j: usize| self.first_product.logits(first_row + k)[j];
-        let mut loss = state.hard_loss(&target, |k, _| logit(k, 0));
+        let loss = state.hard_loss(&target, |k, _| logit(k, 0));
         state.add_candidates(target.candidates, logit, |_| num_traits::One::one());
-        state.least_magnitude(&target, &mut loss);
         let log_outside =
             if target.outside.is_zero() { T::Acc::neg_infinity() } else { log_outside(state, sums).value() };
         let scale = targets.scale(t);

@@ -110,7 +110,8 @@ pub(super) struct TwoPasses<'a, T: Element, X> {
     pub(super) gradients: BufferedGradients<T>,
 }
 
-/// The rows of a chunk that take part in the second and third product.
+/// The rows of a chunk that take part in the second and third product: all whose logits have a gradient. Those of an ignored
+/// position have none, whatever their contexts hold.
 enum LiveRows {
     All(usize),
     /// Indices of rows of the chunk, in the order in which they now lie in front
@@ -356,7 +357,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
         Ok(())
     }
 
-    /// What all ids of each position add up to, if ranks share them and the objective needs it: `[positions, 2 K + 2]`.
+    /// What all ids of each position add up to, if ranks share them and the objective needs it: `[positions, K + 2]`.
     fn sums_of_ranks(&mut self, targets: &Targets<T::Acc>, positions: Range<usize>) -> Result<Vec<f64>> {
         let needed = |_: &&Ranks<T::Acc>| targets.are_soft() || targets.terms.correct;
         let Some(ranks) = self.ranks.as_ref().filter(needed) else { return Ok(vec![]) };

@@ -10,13 +10,13 @@ use crate::backend::shard::ELSEWHERE;
 pub(super) struct RankTerms<'a, F> {
     /// `[K]`: the target's logits, which one rank has
     pub(super) target_logits: &'a [F],
-    /// `[2 K + 2]`, as [`RankSums`] writes them, added up; empty if the objective does not need them
+    /// `[K + 2]`, as [`RankSums`] writes them, added up; empty if the objective does not need them
     pub(super) sums: &'a [f64],
 }
 
 /// How many numbers the ranks add up of a position.
 pub(super) fn numbers(components: usize) -> usize {
-    2 * components + 2
+    components + 2
 }
 
 impl<F: Float> RankTerms<'_, F> {
@@ -28,17 +28,13 @@ impl<F: Float> RankTerms<'_, F> {
     /// Adds the masses of all ids to the components', and returns their objective.
     pub(super) fn add_to(&self, components: &mut Components<F>) -> f64 {
         let (masses, rest) = self.sums.split_at(components.mass.len());
-        let (magnitudes, rest) = rest.split_at(components.magnitude.len());
-        let masses = components.mass.iter_mut().zip(masses);
-        masses
-            .chain(components.magnitude.iter_mut().zip(magnitudes))
-            .for_each(|(to, &of_all)| *to += F::from_f64(of_all));
+        components.mass.iter_mut().zip(masses).for_each(|(to, &of_all)| *to += F::from_f64(of_all));
         rest[0]
     }
 }
 
-/// What the ids of this rank add to the sums of a position: the soft masses of each component, and their magnitudes; their
-/// objective; and one if an id is more probable than the target.
+/// What the ids of this rank add to the sums of a position: the soft masses of each component; their objective; and one if
+/// an id is more probable than the target.
 pub(super) struct RankSums<'a, F> {
     pub(super) logits: PositionLogits<'a, F>,
     pub(super) target: Target<'a, F>,
@@ -47,7 +43,7 @@ pub(super) struct RankSums<'a, F> {
     /// Whether these ids are lower than the target, if another rank has it.
     pub(super) are_lower: bool,
     pub(super) scratch: &'a mut Scratch<F>,
-    /// `[2 K + 2]`
+    /// `[K + 2]`
     pub(super) to: &'a mut [f64],
 }
 
@@ -65,17 +61,15 @@ impl<F: Float> Kernel<F> for RankSums<'_, F> {
                 logits.mix(v, Some(masses), scratch);
             }
             scratch.components.mass.fill(F::zero());
-            scratch.components.magnitude.fill(F::zero());
-            to[2 * components] = logits.add_masses(v, masses, single, scratch);
-            let sums = scratch.components.mass.iter().chain(&scratch.components.magnitude);
-            to.iter_mut().zip(sums).for_each(|(to, sum)| *to = sum.f64());
+            to[components] = logits.add_masses(v, masses, single, scratch);
+            to.iter_mut().zip(&scratch.components.mass).for_each(|(to, sum)| *to = sum.f64());
         }
         if let (true, Some((y, _))) = (target.terms.correct, target.hard) {
             let is_beaten = match y {
                 ELSEWHERE => logits.exceed(v, target_logits, are_lower, &scratch.components),
                 y => logits.argmax_among(v, &[y], &scratch.components) != Some(y),
             };
-            to[2 * components + 1] = f64::from(u8::from(is_beaten));
+            to[components + 1] = f64::from(u8::from(is_beaten));
         }
     }
 }

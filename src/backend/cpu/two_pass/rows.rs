@@ -74,9 +74,8 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
             (Some(_), Some(of_ranks)) => of_ranks.add_to(&mut scratch.components),
             (Some(masses), None) => logits.add_masses(v, masses, single.is_some(), scratch),
         };
-        let least_magnitude = scratch.components.least_magnitude(&target, &mut loss);
         if let Some(gradients) = gradients {
-            logits.gradient(v, (&target, single), least_magnitude, gradients, scratch);
+            logits.gradient(v, (&target, single), gradients, scratch);
         }
         loss
     }
@@ -129,15 +128,13 @@ impl<F: Float> PositionLogits<'_, F> {
         if single {
             let sums = single_sums(v, &self.rows[..self.stride], masses, &scratch.components);
             scratch.components.mass[0] += sums.mass;
-            scratch.components.magnitude[0] += sums.magnitude;
             return sums.objective.f64();
         }
         for k in 0..self.log_priors.len() {
             let row = &self.rows[k * self.stride..][..self.stride];
             let terms = RowTerms::new(k, scratch);
-            let (mass, magnitude) = soft_mass(v, row, &terms);
+            let mass = soft_mass(v, row, &terms);
             scratch.components.mass[k] += mass;
-            scratch.components.magnitude[k] += magnitude;
         }
         let mut objective = F::zero();
         if let IdMasses::Given(masses) = masses {
@@ -154,7 +151,6 @@ impl<F: Float> PositionLogits<'_, F> {
         &mut self,
         v: V,
         (target, single): (&Target<'_, F>, Option<IdMasses<'_, F>>),
-        least_magnitude: F,
         mut gradients: RowGradients<'_, F>,
         scratch: &Scratch<F>,
     ) {
@@ -171,8 +167,8 @@ impl<F: Float> PositionLogits<'_, F> {
                     && target.candidates.is_empty()
                     && flushed(softmax_scale) == F::zero()
                     && flushed(hard) == F::zero());
-            gradients.live[k] = !(is_zero || components.magnitude[k] < least_magnitude);
-            if !gradients.live[k] {
+            gradients.live[k] = !is_zero;
+            if is_zero {
                 continue;
             }
             let target_logit = target.hard.filter(|&(y, _)| y != ELSEWHERE).map(|(y, _)| (y, row[y]));
@@ -277,19 +273,17 @@ fn relative_term<F: Float, V: Vector<F>>(v: V, relative: V::Reg) -> V::Reg {
     v.if_less(e, v.splat(F::LEAST_GRADIENT), v.splat(F::zero()), e)
 }
 
-/// `sum_v soft_v r(v)` and `sum_v |soft_v| r(v)` of one row.
+/// `sum_v soft_v r(v)` of one row.
 #[inline(always)]
-fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -> (F, F) {
+fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -> F {
     let (largest, log_scale) = (v.splat(terms.largest), v.splat(terms.log_scale));
     let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
-    let zero = v.splat(F::zero());
-    let (mut sum, mut magnitude) = (zero, zero);
+    let mut sum = v.splat(F::zero());
     for (i, &z) in V::registers(row).iter().enumerate() {
         let term = relative_term(v, v.sub(v.add(v.sub(z, largest), log_scale), reference[i]));
         sum = v.mul_add(term, share[i], sum);
-        magnitude = v.mul_add(term, v.max(share[i], v.sub(zero, share[i])), magnitude);
     }
-    (v.sum(sum), v.sum(magnitude))
+    v.sum(sum)
 }
 
 #[cfg(test)]

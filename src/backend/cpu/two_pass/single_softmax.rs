@@ -9,7 +9,6 @@ use crate::backend::cpu::vector::softcap::Softcap;
 /// The sums over the ids of a row.
 pub(super) struct SingleSums<F> {
     pub(super) mass: F,
-    pub(super) magnitude: F,
     /// `sum_v q_v (-log p(v))` of given masses; zero of others
     pub(super) objective: F,
 }
@@ -30,7 +29,7 @@ pub(super) fn single_sums<F: Float, V: Vector<F>>(
 ) -> SingleSums<F> {
     let (largest, log_scale) = (v.splat(components.lse[0].largest), v.splat(components.log_scale[0]));
     let zero = v.splat(F::zero());
-    let (mut sum, mut magnitude, mut objective) = (zero, zero, zero);
+    let (mut sum, mut objective) = (zero, zero);
     for (i, &z) in V::registers(row).iter().enumerate() {
         let log_p = v.add(v.sub(z, largest), log_scale);
         let mass = masses.at(v, i, log_p);
@@ -39,11 +38,9 @@ pub(super) fn single_sums<F: Float, V: Vector<F>>(
             let term = v.mul(mass, log_p);
             objective = v.sub(objective, v.if_equal(mass, zero, zero, term));
         }
-        let mass = possible(v, z, mass);
-        sum = v.add(sum, mass);
-        magnitude = v.add(magnitude, v.max(mass, v.sub(zero, mass)));
+        sum = v.add(sum, possible(v, z, mass));
     }
-    SingleSums { mass: v.sum(sum), magnitude: v.sum(magnitude), objective: v.sum(objective) }
+    SingleSums { mass: v.sum(sum), objective: v.sum(objective) }
 }
 
 /// `z := exp_scale exp(z - largest) - scale q_v`, times the slope of the softcap.

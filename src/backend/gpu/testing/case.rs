@@ -141,7 +141,6 @@ impl Case {
                 ("sum", Some(got.sum), Some(truth.sum)),
                 ("count", Some(got.count), Some(truth.count)),
                 ("is_correct", got.is_correct, truth.is_correct),
-                ("dropped_mass", got.dropped_mass, truth.dropped_mass),
             ]);
         }
         let errors = pairs.into_iter().map(|(name, got, truth)| {

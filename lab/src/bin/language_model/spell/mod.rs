@@ -16,7 +16,7 @@ use lab::recipe::Recipe;
 use lab::text::Corpus;
 use lab::{heads, model::Model, session::Session, train, Result};
 use model::Speller;
-use report::{OfWords, Spelled};
+use report::{Spelled, WordModelResults};
 use spellings::Spellings;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -51,7 +51,7 @@ pub(crate) struct SpellFlags {
 }
 
 impl SpellFlags {
-    /// The word model to spell with.
+    /// Returns the word model to spell with.
     pub(crate) fn word(&self) -> Option<&Path> {
         self.spell.as_deref()
     }
@@ -61,7 +61,7 @@ impl SpellFlags {
 pub(crate) fn run(file: &Path, args: &Args, corpus: &Corpus, recipe: &Recipe, device: &Device) -> Result<()> {
     let (flags, data) = (args.training(), &corpus.data);
     let word = Rc::new(Word::load(file, corpus, device)?);
-    let spellings = Rc::new(Spellings::of(&corpus.words));
+    let spellings = Rc::new(Spellings::new(&corpus.words));
     let trie = Trie::new(&spellings);
     println!(
         "Spelling {}: {} words of {} characters, {:.2} in a word, {} prefixes.",
@@ -96,12 +96,12 @@ pub(crate) fn run(file: &Path, args: &Args, corpus: &Corpus, recipe: &Recipe, de
     else {
         return Ok(());
     };
-    let of_words = |text: &Vec<u32>| train::evaluate(&word.model, text, recipe);
-    let words = OfWords {
+    let word_nll = |text: &Vec<u32>| train::evaluate(&word.model, text, recipe);
+    let words = WordModelResults {
         kind: word.kind,
         parameters: word.model.parameters(),
-        valid_nll: of_words(&data.valid)?,
-        test_nll: corpus.test.as_ref().map(of_words).transpose()?,
+        valid_nll: word_nll(&data.valid)?,
+        test_nll: corpus.test.as_ref().map(word_nll).transpose()?,
         sample_nll: sample.as_ref().map(|sample| sample.nll),
         positions: sample.as_ref().map(|sample| sample.words.len()),
     };

@@ -51,13 +51,13 @@ impl Speller {
         Ok(Self { kind, sizes, word, spellings, embedding, condition, lstm, head, varmap })
     }
 
-    /// Hidden states of the word model [n, hidden] -> projections of these [n, units].
+    /// Computes projections `[n, units]` of hidden states `[n, hidden]` of the word model.
     pub(crate) fn conditions(&self, hidden: &Tensor) -> Result<Tensor> {
         Ok(self.condition.forward(hidden)?)
     }
 
-    /// The hidden states [.., units] and targets of all characters of `words`, given the hidden states [n, hidden] of
-    /// the word model. Padding is ignored.
+    /// Returns the hidden states [.., units] and targets of all characters of `words`, given the hidden states [n,
+    /// hidden] of the word model. Padding is ignored.
     pub(crate) fn characters(
         &self,
         hidden: &Tensor,
@@ -68,30 +68,30 @@ impl Speller {
         let (mut outputs, mut targets) = (vec![], vec![]);
         for Group { rows, steps } in self.spellings.groups(words) {
             let sequences = rows.iter().flat_map(|&row| self.spellings.sequence(words[row as usize], steps, IGNORED));
-            let (inputs, of_group): (Vec<u32>, Vec<i64>) = sequences.unzip();
+            let (inputs, group_targets): (Vec<u32>, Vec<i64>) = sequences.unzip();
             let inputs = Tensor::from_vec(inputs, (rows.len(), steps), hidden.device())?;
             let rows = Tensor::new(rows, hidden.device())?;
             let mut states = self.start(rows.dim(0)?)?;
             let conditions = conditions.index_select(&rows, 0)?;
             outputs.push(self.outputs(&inputs, &conditions, &mut states, rng.as_deref_mut())?.flatten_to(1)?);
-            targets.extend(of_group);
+            targets.extend(group_targets);
         }
         Ok((Tensor::cat(&outputs, 0)?, Tensor::new(targets, hidden.device())?))
     }
 
-    /// The state before the first character of `words` words.
+    /// Returns the state before the first character of `words` words.
     pub(crate) fn start(&self, words: usize) -> Result<Vec<LSTMState>> {
         self.lstm.start(words)
     }
 
-    /// The log-probabilities `[n, characters]` of what follows the characters `[n]`, without gradients.
+    /// Returns the log-probabilities `[n, characters]` of what follows the characters `[n]`, without gradients.
     pub(crate) fn step(&self, last: &Tensor, conditions: &Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
         let outputs = self.outputs(&last.unsqueeze(1)?, conditions, states, None)?;
         recurrent::detach(states);
         Ok(self.head.log_probs(&outputs.squeeze(1)?.detach())?.detach())
     }
 
-    /// Characters [n, steps] and conditions [n, units] -> hidden states [n, steps, units].
+    /// Computes hidden states `[n, steps, units]` from characters `[n, steps]` and conditions `[n, units]`.
     fn outputs(
         &self,
         characters: &Tensor,

@@ -6,7 +6,7 @@ use lab::heads::Outcome;
 use lab::report::{self, number};
 use serde_json::{json, Value};
 
-/// What is measured of a character LSTM after its training.
+/// These are the measurements of a character LSTM after its training.
 pub(super) struct Spelled {
     pub(super) test_nll: Option<f64>,
     /// How words are spelled at the sampled positions of the validation text.
@@ -14,7 +14,7 @@ pub(super) struct Spelled {
 }
 
 /// The word model with its own output layer.
-pub(super) struct OfWords {
+pub(super) struct WordModelResults {
     pub(super) kind: HeadKind,
     pub(super) parameters: usize,
     pub(super) valid_nll: f64,
@@ -24,11 +24,12 @@ pub(super) struct OfWords {
     pub(super) positions: Option<usize>,
 }
 
-/// Perplexities of words. The perplexity of strings is at least the perplexity of words given the vocabulary.
-pub(super) fn table(words: &OfWords, rows: &[Outcome<Spelled>]) -> String {
+/// Makes the table of the perplexities of words. The perplexity of strings is at least the perplexity of words given
+/// the vocabulary.
+pub(super) fn table(words: &WordModelResults, rows: &[Outcome<Spelled>]) -> String {
     let columns = ["output", "parameters", "valid ppl", "test ppl", "sample ppl", "vocabulary's mass", "renormalised"];
     let ppl = |nll: Option<f64>| number(nll.map(f64::exp), 2);
-    let of_words = vec![
+    let word_row = vec![
         format!("words, {}", words.kind.name()),
         words.parameters.to_string(),
         ppl(Some(words.valid_nll)),
@@ -49,7 +50,7 @@ pub(super) fn table(words: &OfWords, rows: &[Outcome<Spelled>]) -> String {
             ppl(mass.map(Mass::renormalised)),
         ]
     };
-    let table = report::table(&columns, &[vec![of_words], rows.iter().map(cells).collect()].concat());
+    let table = report::table(&columns, &[vec![word_row], rows.iter().map(cells).collect()].concat());
     let Some(positions) = words.positions else { return table };
     format!(
         "{table}\nThe last three are of {positions} positions of the validation text: as strings; the probability of the \
@@ -57,7 +58,7 @@ pub(super) fn table(words: &OfWords, rows: &[Outcome<Spelled>]) -> String {
     )
 }
 
-pub(super) fn json(words: &OfWords, row: &Outcome<Spelled>) -> Value {
+pub(super) fn json(words: &WordModelResults, row: &Outcome<Spelled>) -> Value {
     let mass = row.more.as_ref().and_then(|spelled| spelled.mass);
     json!({
         "head": row.kind.name(),

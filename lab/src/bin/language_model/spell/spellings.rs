@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What follows the last character of a word, and what the first one follows.
+/// The boundary follows the last character of a word and comes before the first one.
 pub(crate) const BOUNDARY: u32 = 0;
 
 /// Every word of a vocabulary as the numbers of its characters. The characters of the words have numbers, and so has
@@ -12,45 +12,45 @@ pub(crate) struct Spellings {
     characters: usize,
 }
 
-/// Words of similar length.
+/// A group has words of similar length.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Group {
-    /// Where the words are in the list of all words.
+    /// The places of the words in the list of all words.
     pub(crate) rows: Vec<u32>,
-    /// Characters of the longest, with its end.
+    /// The number of characters of the longest word, with its end.
     pub(crate) steps: usize,
 }
 
 impl Spellings {
-    pub(crate) fn of(words: &[String]) -> Self {
+    pub(crate) fn new(words: &[String]) -> Self {
         let alphabet: BTreeSet<char> = words.iter().flat_map(|word| word.chars()).collect();
         let numbers: BTreeMap<char, u32> = alphabet.into_iter().zip(BOUNDARY + 1..).collect();
         let words = words.iter().map(|word| word.chars().map(|c| numbers[&c]).collect()).collect();
         Self { words, characters: numbers.len() + 1 }
     }
 
-    /// The number of characters, with the boundary.
+    /// Returns the number of characters, with the boundary.
     pub(crate) fn characters(&self) -> usize {
         self.characters
     }
 
-    /// The spellings in the order of the vocabulary, without boundaries.
+    /// Returns the spellings in the order of the vocabulary, without boundaries.
     pub(crate) fn words(&self) -> &[Vec<u32>] {
         &self.words
     }
 
-    /// The characters of a word and its end.
+    /// Returns the characters of a word and its end.
     fn steps(&self, word: u32) -> usize {
         self.words[word as usize].len() + 1
     }
 
-    /// Mean number of characters, with the end, of the words of a text after its first.
+    /// Returns the mean number of characters, with the end, of the words of a text after its first.
     pub(crate) fn per_word(&self, text: &[u32]) -> f64 {
         let targets = &text[1..];
         targets.iter().map(|&word| self.steps(word)).sum::<usize>() as f64 / targets.len() as f64
     }
 
-    /// Words grouped by length, so that padding to the longest of a group is at most a quarter of it.
+    /// Groups words by length, so that padding to the longest of a group is at most a quarter of it.
     pub(crate) fn groups(&self, words: &[u32]) -> Vec<Group> {
         let mut rows: Vec<u32> = (0..words.len() as u32).collect();
         let steps = |row: u32| self.steps(words[row as usize]);
@@ -66,8 +66,8 @@ impl Spellings {
         groups
     }
 
-    /// The inputs and targets of a word in this many steps: what each of its characters and its end follows, and these
-    /// themselves. Targets past the end are `ignored`.
+    /// Returns the inputs and targets of a word in this many steps: what each of its characters and its end follows,
+    /// and these themselves. Targets past the end are `ignored`.
     pub(crate) fn sequence(&self, word: u32, steps: usize, ignored: i64) -> impl Iterator<Item = (u32, i64)> + '_ {
         let word = &self.words[word as usize];
         (0..steps).map(move |i| {
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     fn spellings() -> Spellings {
-        Spellings::of(&["bad", "a", "fabcdefab", "ba", "ä"].map(String::from))
+        Spellings::new(&["bad", "a", "fabcdefab", "ba", "ä"].map(String::from))
     }
 
     #[test]

@@ -30,7 +30,7 @@ fn words() -> Vec<String> {
     WORDS.map(String::from).to_vec()
 }
 
-/// Every word is followed by one and the same.
+/// Makes a corpus in which every word is always followed by the same word.
 fn corpus() -> Corpus {
     let text = |targets: u32| (0..=targets).map(|i| i * 2 % 9).collect::<Vec<_>>();
     Corpus { data: Data::new("toy".into(), words(), text(400), text(70)), words: words(), test: None, entropy: None }
@@ -44,11 +44,11 @@ fn word(seed: u64) -> Word {
 }
 
 fn speller(kind: HeadKind, word: &Rc<Word>, recipe: &Recipe) -> Speller {
-    Speller::new(kind, word.clone(), Rc::new(Spellings::of(&words())), recipe).unwrap()
+    Speller::new(kind, word.clone(), Rc::new(Spellings::new(&words())), recipe).unwrap()
 }
 
 fn session(kind: HeadKind, word: &Rc<Word>, recipe: &Recipe) -> Session<Speller> {
-    let (data, spellings) = (corpus().data, Spellings::of(&words()));
+    let (data, spellings) = (corpus().data, Spellings::new(&words()));
     let data = Data { per_word: [&data.train, &data.valid].map(|text| spellings.per_word(text)), ..data };
     Session::new(kind, speller(kind, word, recipe), data, recipe).unwrap()
 }
@@ -57,13 +57,13 @@ fn values(varmap: &VarMap) -> Vec<Vec<f32>> {
     init::sorted(varmap).iter().map(|(_, var)| var.flatten_all().unwrap().to_vec1().unwrap()).collect()
 }
 
-/// Hidden states of a word model.
+/// Returns hidden states of a word model.
 fn hidden(positions: usize) -> Tensor {
     let values = (0..positions * 6).map(|i| ((i * 37 % 19) as f32 / 19.0) - 0.5).collect();
     Tensor::from_vec(values, (positions, 6), &Device::Cpu).unwrap()
 }
 
-/// The log-probability of every word by itself after one hidden state.
+/// Returns the log-probability of every word by itself after one hidden state.
 fn one_by_one(speller: &Speller, hidden: &Tensor) -> Vec<f32> {
     let log_prob = |word: u32| {
         let (hidden, targets) = speller.characters(hidden, &[word], None).unwrap();
@@ -81,7 +81,7 @@ fn assert_close(a: &[f32], b: &[f32]) {
 #[test]
 fn the_words_of_a_trie_have_the_probabilities_of_each_by_itself() {
     let word = Rc::new(word(1));
-    let trie = Trie::new(&Spellings::of(&words()));
+    let trie = Trie::new(&Spellings::new(&words()));
     // "", a an and ande ander andere anderen, <eos>, t tä, th the .. theatre, n
     assert_eq!(trie.prefixes(), 1 + 7 + 5 + 2 + 6 + 1);
     for (kind, layers) in [(HeadKind::Softmax, 1), (HeadKind::Softmax, 2), (HeadKind::Moc, 1), (HeadKind::Mos, 2)] {
@@ -106,9 +106,9 @@ fn all_strings_have_a_probability_of_one() {
     let letters: Vec<char> = WORDS.concat().chars().collect::<BTreeSet<_>>().into_iter().collect();
     let mut strings: Vec<String> = letters.iter().map(char::to_string).collect();
     strings.extend(letters.iter().flat_map(|a| letters.iter().map(move |b| format!("{a}{b}"))));
-    let trie = Trie::new(&Spellings::of(&strings));
-    let of_words = trie.log_probs(&speller, &hidden(1)).unwrap().exp().unwrap().flatten_all().unwrap();
-    let of_words: f32 = of_words.to_vec1::<f32>().unwrap().iter().sum();
+    let trie = Trie::new(&Spellings::new(&strings));
+    let word_mass = trie.log_probs(&speller, &hidden(1)).unwrap().exp().unwrap().flatten_all().unwrap();
+    let word_mass: f32 = word_mass.to_vec1::<f32>().unwrap().iter().sum();
     let conditions = speller.conditions(&hidden(1)).unwrap();
     let step = |last: usize, states: &mut [_]| -> Vec<f32> {
         let last = Tensor::new(&[last as u32], &Device::Cpu).unwrap();
@@ -118,14 +118,14 @@ fn all_strings_have_a_probability_of_one() {
     let mut start = speller.start(1).unwrap();
     let first = step(0, &mut start);
     let mut rest = first[0];
-    for (a, of_first) in first.iter().enumerate().skip(1) {
+    for (a, first_prob) in first.iter().enumerate().skip(1) {
         let mut states = start.clone();
-        for (b, of_second) in step(a, &mut states).into_iter().enumerate().skip(1) {
+        for (b, second_prob) in step(a, &mut states).into_iter().enumerate().skip(1) {
             let longer: f32 = step(b, &mut states.clone())[1..].iter().sum();
-            rest += of_first * of_second * longer;
+            rest += first_prob * second_prob * longer;
         }
     }
-    assert!((of_words + rest - 1.0).abs() < 1e-4, "{of_words} {rest}");
+    assert!((word_mass + rest - 1.0).abs() < 1e-4, "{word_mass} {rest}");
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn the_word_model_is_without_dropout_and_a_sample_of_all_positions_is_the_text()
 
     // The strings of all positions, with and without the trie.
     let session = session(HeadKind::Softmax, &word, &SMALL);
-    let mass = Trie::new(&Spellings::of(&words())).mass(&session.model, &sample).unwrap();
+    let mass = Trie::new(&Spellings::new(&words())).mass(&session.model, &sample).unwrap();
     let nll = session.valid_nll().unwrap();
     assert!((mass.nll - nll).abs() < 1e-4, "{mass:?} {nll}");
     assert!(mass.log_mass < 0.0 && mass.renormalised() < mass.nll);

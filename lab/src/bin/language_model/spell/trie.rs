@@ -11,7 +11,7 @@ use std::collections::HashMap;
 /// The prefixes of a vocabulary by length; the first is the empty one.
 pub(crate) struct Trie {
     levels: Vec<Level>,
-    /// Where each word of the vocabulary is in the words by the level of their end.
+    /// The place of each word of the vocabulary among the words in the order of the level of their end.
     order: Vec<u32>,
     characters: usize,
 }
@@ -27,7 +27,7 @@ struct Level {
     ends: Vec<u32>,
 }
 
-/// How the words at a sample of positions are spelled.
+/// The words at a sample of positions are spelled with these probabilities.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mass {
     /// Their mean NLL as strings.
@@ -37,7 +37,7 @@ pub(crate) struct Mass {
 }
 
 impl Mass {
-    /// The mean NLL of the words, given that they are words of the vocabulary.
+    /// Returns the mean NLL of the words, given that they are words of the vocabulary.
     pub(crate) fn renormalised(self) -> f64 {
         self.nll + self.log_mass
     }
@@ -52,7 +52,7 @@ impl Trie {
         let mut order = vec![0; words.len()];
         let (mut levels, mut ended) = (vec![], 0);
         let mut level = Level { parents: vec![0], characters: vec![BOUNDARY], ends: vec![] };
-        // Words that have not ended, and their prefixes in the level.
+        // This holds the words that have not ended, and their prefixes in the level.
         let mut open: Vec<(usize, u32)> = (0..words.len()).map(|word| (word, 0)).collect();
         while !open.is_empty() {
             let (mut next, mut longer) = (Level::default(), vec![]);
@@ -77,18 +77,19 @@ impl Trie {
         Self { levels, order, characters: spellings.characters() }
     }
 
-    /// The number of different prefixes: steps for a position.
+    /// Returns the number of different prefixes: steps for a position.
     pub(crate) fn prefixes(&self) -> usize {
         self.levels.iter().map(|level| level.characters.len()).sum()
     }
 
-    /// Hidden states of the word model [positions, hidden] -> log-probabilities of all words [vocab, positions].
+    /// Computes the log-probabilities `[vocab, positions]` of all words from hidden states `[positions, hidden]` of the
+    /// word model.
     pub(crate) fn log_probs(&self, speller: &Speller, hidden: &Tensor) -> Result<Tensor> {
         let (device, positions) = (hidden.device(), hidden.dim(0)?);
         let conditions = speller.conditions(hidden)?.detach();
         let mut states = speller.start(positions)?;
-        let mut of_prefixes = Tensor::zeros((1, positions), hidden.dtype(), device)?;
-        let mut of_words = vec![];
+        let mut prefix_log_probs = Tensor::zeros((1, positions), hidden.dtype(), device)?;
+        let mut word_log_probs = vec![];
         for (i, level) in self.levels.iter().enumerate() {
             let prefixes = level.characters.len();
             // One row for each prefix and position, prefix by prefix.
@@ -98,32 +99,32 @@ impl Trie {
             let next = speller.step(&last, &conditions, &mut states)?;
             // [prefixes * characters, positions]
             let next = next.reshape((prefixes, positions, self.characters))?.transpose(1, 2)?;
-            let next = next.broadcast_add(&of_prefixes.unsqueeze(1)?)?.flatten_to(1)?;
+            let next = next.broadcast_add(&prefix_log_probs.unsqueeze(1)?)?.flatten_to(1)?;
             let select = |prefixes: &[u32], characters: &mut dyn Iterator<Item = u32>| -> Result<Tensor> {
-                let of_prefix = |prefix: u32| prefix * self.characters as u32;
-                let rows = prefixes.iter().zip(characters).map(|(&prefix, character)| of_prefix(prefix) + character);
+                let first_row = |prefix: u32| prefix * self.characters as u32;
+                let rows = prefixes.iter().zip(characters).map(|(&prefix, character)| first_row(prefix) + character);
                 Ok(next.index_select(&Tensor::from_iter(rows, device)?, 0)?)
             };
             if !level.ends.is_empty() {
-                of_words.push(select(&level.ends, &mut std::iter::repeat(BOUNDARY))?);
+                word_log_probs.push(select(&level.ends, &mut std::iter::repeat(BOUNDARY))?);
             }
             let Some(longer) = self.levels.get(i + 1) else { break };
-            of_prefixes = select(&longer.parents, &mut longer.characters.iter().copied())?;
+            prefix_log_probs = select(&longer.parents, &mut longer.characters.iter().copied())?;
             let parents = Tensor::new(longer.parents.as_slice(), device)?;
-            let of_parents = |state: &Tensor| -> Result<Tensor> {
+            let select_parents = |state: &Tensor| -> Result<Tensor> {
                 let units = state.dim(1)?;
                 let selected = state.reshape((prefixes, positions * units))?.index_select(&parents, 0)?;
                 Ok(selected.reshape(((), units))?)
             };
             for state in &mut states {
-                *state = LSTMState::new(of_parents(&state.h)?, of_parents(&state.c)?);
+                *state = LSTMState::new(select_parents(&state.h)?, select_parents(&state.c)?);
             }
         }
         let order = Tensor::new(self.order.as_slice(), device)?;
-        Ok(Tensor::cat(&of_words, 0)?.index_select(&order, 0)?)
+        Ok(Tensor::cat(&word_log_probs, 0)?.index_select(&order, 0)?)
     }
 
-    /// The words of a sample as strings, and the probability of the vocabulary.
+    /// Returns the words of a sample as strings, and the probability of the vocabulary.
     pub(crate) fn mass(&self, speller: &Speller, sample: &Sample) -> Result<Mass> {
         let widest = self.levels.iter().map(|level| level.characters.len()).max().unwrap_or(1);
         let positions = (AT_ONCE / widest).max(1);

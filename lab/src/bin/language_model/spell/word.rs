@@ -37,7 +37,7 @@ pub(crate) struct Sample {
 const STEPS: usize = 70;
 
 impl Word {
-    /// The model of a checkpoint, if it is for this corpus.
+    /// Returns the model of a checkpoint, if it is for this corpus.
     pub(crate) fn load(file: &Path, corpus: &Corpus, device: &Device) -> Result<Self> {
         let load = || {
             let checkpoint = readable(file, corpus, device)?;
@@ -60,7 +60,7 @@ impl Word {
         Ok(Self { kind, model, digest: digest.to_string() })
     }
 
-    /// The hidden states [n, hidden] before the words of a batch, and these words; advances `states`.
+    /// Returns the hidden states [n, hidden] before the words of a batch, and these words; advances `states`.
     pub(crate) fn hidden(
         &self,
         text: &[u32],
@@ -78,7 +78,7 @@ impl Word {
         Ok((hidden.index_select(&Tensor::new(rows, hidden.device())?, 0)?, words))
     }
 
-    /// Random positions of a text, all of them if it has no more. They depend on the seed alone.
+    /// Returns random positions of a text, all of them if it has no more. They depend on the seed alone.
     pub(crate) fn sample(&self, text: &[u32], positions: usize, recipe: &Recipe) -> Result<Sample> {
         let recipe = &Recipe { bptt: STEPS, ..*recipe };
         let (all, mut rng) = (text.len() - 1, StdRng::seed_from_u64(recipe.seed));
@@ -88,7 +88,7 @@ impl Word {
         let (mut hidden, mut words, mut seen) = (vec![], vec![], 0);
         let mut states = self.model.start(recipe, Pass::Evaluation { parts: 1 })?;
         for batch in self.model.batches(text, recipe, Pass::Evaluation { parts: 1 }) {
-            let (of_batch, targets) = self.hidden(text, &batch, &mut states)?;
+            let (batch_hidden, targets) = self.hidden(text, &batch, &mut states)?;
             let mut rows = vec![];
             while let Some(position) = chosen.next_if(|position| *position < seen + targets.len()) {
                 rows.push((position - seen) as u32);
@@ -96,7 +96,7 @@ impl Word {
             }
             seen += targets.len();
             if !rows.is_empty() {
-                hidden.push(of_batch.index_select(&Tensor::new(rows, of_batch.device())?, 0)?);
+                hidden.push(batch_hidden.index_select(&Tensor::new(rows, batch_hidden.device())?, 0)?);
             }
         }
         let hidden = Tensor::cat(&hidden, 0)?;

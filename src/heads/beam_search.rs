@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use super::output_layer::OutputLayer;
 use crate::decoding::{check_log_probs, TopK};
 use crate::error::{Error, Result};
-use crate::heads::OutputLayer;
 use crate::tensors::checks::{check_elements, check_number, check_sizes, check_targets};
 use crate::tensors::transfer;
 
@@ -26,7 +26,8 @@ use crate::tensors::transfer;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{BeamSearch, SoftmaxHead};
+/// use mos_head::decode::BeamSearch;
+/// use mos_head::SoftmaxHead;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let cpu = &Device::Cpu;
@@ -69,7 +70,8 @@ pub struct BeamSearch {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{BeamSearch, SoftmaxHead};
+/// use mos_head::decode::BeamSearch;
+/// use mos_head::SoftmaxHead;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let cpu = &Device::Cpu;

@@ -1,4 +1,4 @@
-//! Finds the most probable words under a model of codes, without a step of the model after every first code.
+//! This file finds the most probable words under a model of codes, without a step of the model after every first code.
 
 use candle_core::{DType, Tensor};
 
@@ -7,23 +7,24 @@ use crate::codebook::{Codebook, Words};
 use crate::error::{Error, Result};
 use crate::transfer::{rounded, to_device};
 
-/// The most probable words of each position, by falling log-probability.
+/// The result of [`Codebook::top_words`]: the most probable words of each position, by falling log-probability.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TopWords {
-    /// `[positions, k]`, u32
+    /// The words `[positions, k]`, in u32.
     pub words: Tensor,
-    /// `[positions, k]`, in nats: f64 for log-probabilities of codes in f64, f32 otherwise
+    /// Their log-probabilities `[positions, k]`, in nats: in f64 if those of the codes are in f64, and in f32
+    /// otherwise.
     pub log_probs: Tensor,
 }
 
-/// How many first codes of a position are tried at a time.
-const TRIED: usize = 4;
+/// The number of first codes of a position that are tried in one step of the model.
+const FIRSTS_PER_STEP: usize = 4;
 
 impl Codebook {
-    /// The `k` most probable words of each position and their log-probabilities in nats; among equals the lowest id
-    /// comes first. The arguments mean what they mean in [`Codebook::word_log_probs`]; `second` is called until no
-    /// other first code is as probable as the words found.
+    /// Returns the `k` most probable words of each position and their log-probabilities in nats. Among equals the
+    /// lowest id comes first. The arguments mean the same as in [`Codebook::word_log_probs`], but `second` is called
+    /// several times, until no other first code is as probable as the words that are found.
     ///
     /// # Shapes
     ///
@@ -41,12 +42,12 @@ impl Codebook {
         mut second: impl FnMut(&Tensor, &Tensor) -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<TopWords, E> {
         check_sizes(&[("k", k)])?;
-        if k > self.words() {
-            return Err(Error::config("k", format!("at most {}, the number of words", self.words()), k).into());
+        if k > self.word_count() {
+            return Err(Error::config("k", format!("at most {}, the number of words", self.word_count()), k).into());
         }
         let device = first.device();
         let dtype = if first.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let first = self.rows("first", first, first.dims().first().copied().unwrap_or(0))?;
+        let first = self.log_prob_rows("first", first, first.dims().first().copied().unwrap_or(0))?;
         let searches = first.iter().enumerate().map(|(position, row)| Search::new(self, row, position));
         let mut searches = searches.collect::<Result<Vec<_>>>()?;
         loop {
@@ -62,7 +63,7 @@ impl Codebook {
             let rows = self.second_rows(&firsts, device, &mut second)?;
             for ((position, code, log_prob), row) in tried.into_iter().zip(rows) {
                 check_numbers(&row, position)?;
-                if let Words::Two(seconds, words) = self.words_of(code) {
+                if let Words::WithTwoCodes { seconds, words } = self.words_of(code) {
                     let words =
                         seconds.iter().zip(words).map(|(&second, &word)| (log_prob + row[second as usize], word));
                     searches[position].found.extend(words);
@@ -78,51 +79,53 @@ impl Codebook {
     }
 }
 
-/// The search at one position.
+/// A search finds the most probable words of one position.
 struct Search {
-    /// Words that are known, with their log-probabilities.
+    /// The words whose log-probability is known, with it.
     found: Vec<(f64, u32)>,
-    /// First codes of other words, the most probable first.
+    /// The first codes of the other words, the most probable first.
     open: std::vec::IntoIter<(f64, u32)>,
 }
 
 impl Search {
-    /// `row` has the log-probabilities of the first codes.
-    fn new(book: &Codebook, row: &[f64], position: usize) -> Result<Self> {
-        check_numbers(row, position)?;
+    /// Begins the search with the log-probabilities of the first codes.
+    fn new(book: &Codebook, firsts: &[f64], position: usize) -> Result<Self> {
+        check_numbers(firsts, position)?;
         let (mut found, mut open) = (Vec::new(), Vec::new());
         for &code in book.continuations(None)? {
-            let log_prob = row[code as usize];
+            let log_prob = firsts[code as usize];
             match book.words_of(code) {
-                Words::One(word) => found.push((log_prob, word)),
-                // What is impossible needs no step of the model.
-                Words::Two(_, words) if log_prob == f64::NEG_INFINITY => {
+                Words::WithOneCode(word) => found.push((log_prob, word)),
+                // An impossible first code needs no step of the model.
+                Words::WithTwoCodes { words, .. } if log_prob == f64::NEG_INFINITY => {
                     found.extend(words.iter().map(|word| (log_prob, *word)));
                 }
-                Words::Two(..) => open.push((log_prob, code)),
+                Words::WithTwoCodes { .. } => open.push((log_prob, code)),
             }
         }
-        open.sort_by(best_first);
+        open.sort_by(by_falling_log_prob);
         Ok(Search { found, open: open.into_iter() })
     }
 
-    /// Keeps the `k` best of the words that are known; returns the next first codes whose words may be among the best.
+    /// Keeps the `k` most probable of the words that are known. Returns the next first codes, whose words may be among
+    /// the `k` most probable ones.
     fn next_codes(&mut self, k: usize) -> Vec<(f64, u32)> {
-        self.found.sort_by(best_first);
+        self.found.sort_by(by_falling_log_prob);
         self.found.truncate(k);
         // No word is more probable than its first code.
         let least = self.found.get(k - 1).map(|(log_prob, _)| *log_prob);
         let may_win = |first: f64| least.is_none_or(|least| first >= least);
-        let count = self.open.as_slice().iter().take(TRIED).take_while(|(first, _)| may_win(*first)).count();
+        let count = self.open.as_slice().iter().take(FIRSTS_PER_STEP).take_while(|(first, _)| may_win(*first)).count();
         self.open.by_ref().take(count).collect()
     }
 }
 
-/// Orders words or codes by falling log-probability; among equals the lowest comes first.
-fn best_first(a: &(f64, u32), b: &(f64, u32)) -> std::cmp::Ordering {
+/// Orders words or codes by falling log-probability. Among equals the lowest comes first.
+fn by_falling_log_prob(a: &(f64, u32), b: &(f64, u32)) -> std::cmp::Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
 
+/// Checks that no log-probability is NaN or plus infinity.
 fn check_numbers(log_probs: &[f64], position: usize) -> Result<()> {
     if log_probs.iter().any(|log_prob| log_prob.is_nan() || *log_prob == f64::INFINITY) {
         Err(Error::Distribution { position })

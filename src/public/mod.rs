@@ -1,0 +1,11 @@
+//! The modules of the public interface whose types are defined in several places of the crate.
+//!
+//! `two_level` and `distributed` are public themselves. What every program needs is in the root.
+
+pub mod decode;
+pub mod distill;
+pub mod parts;
+pub mod policy;
+pub mod sampled;
+pub mod score;
+pub mod sets;

@@ -12,8 +12,8 @@ use crate::error::Result;
 pub(super) trait Steps {
     /// Computes the first product, the logits of the chunk's rows, and the log-sum-exp of each row.
     fn first_product(&mut self, positions: Range<usize>) -> Result<()>;
-    /// Computes the objective of each position and, if gradients are needed, those of the logits and the log-priors. The
-    /// logits' gradient replaces the logits, or is left as factors of their exponentials.
+    /// Computes the objective of each position and, if gradients are needed, those of the logits and the log-priors.
+    /// The logits' gradient replaces the logits, or is left as factors of their exponentials.
     fn objective(&mut self, positions: Range<usize>) -> Result<()>;
     /// Computes the second product, the gradient of the chunk's contexts, or what is missing of it.
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()>;

@@ -16,8 +16,8 @@ pub(super) struct Workspace {
     pub(super) per_thread: usize,
 }
 
-/// Returns `n` zeros, in huge pages if the buffer is large. The system clears pages on first use: a gradient of one gigabyte in
-/// pages of 4 KiB takes a fifth of a second on two threads, in huge pages a third of that.
+/// Returns `n` zeros, in huge pages if the buffer is large. The system clears pages on first use: a gradient of one
+/// gigabyte in pages of 4 KiB takes a fifth of a second on two threads, in huge pages a third of that.
 pub(super) fn zeros<F: BufferElement>(n: usize) -> Vec<F> {
     filled(F::default(), n)
 }

@@ -1,4 +1,5 @@
-//! Whether a listed id is the argmax of its position, without the mixture's probability of every id.
+//! The search that decides whether a listed id is the argmax of its position, without the mixture's probability of
+//! every id.
 //!
 //! The largest logits of a position's rows in a tile bound the probability of every id of the tile:
 //!
@@ -7,10 +8,10 @@
 //! ```
 //!
 //! A tile whose bound is below the probability of the leader, the most probable listed id, has no id that is more
-//! probable. In the other tiles, in descending order of the bounds, the logits are computed again for this position, with
-//! the same bits. The bounds of all tiles add up to at most one, hence at most 1 / P tiles are computed, where P is the
-//! probability of the argmax. The bound of a single component is the probability of an id of the tile: only a tie in the
-//! leader's own tile needs the logits.
+//! probable. In the other tiles, in descending order of the bounds, the logits are computed again for this position,
+//! with the same bits. The bounds of all tiles add up to at most one, hence at most 1 / P tiles are computed, where P
+//! is the probability of the argmax. The bound of a single component is the probability of an id of the tile: only a
+//! tie in the leader's own tile needs the logits.
 
 use num_traits::{Float as _, Zero};
 use rayon::prelude::*;
@@ -54,8 +55,8 @@ struct Leader<F> {
     /// The index of its first row in the chunk
     row: usize,
     id: usize,
-    /// What ids are compared by: for a single component the logit, otherwise the probability relative to the largest term
-    /// of a listed id
+    /// What ids are compared by: for a single component the logit, otherwise the probability relative to the largest
+    /// term of a listed id
     value: F,
     scales: Scales<F>,
 }
@@ -69,8 +70,8 @@ struct Scales<F> {
 }
 
 impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
-    /// Returns for each position the place of its argmax among the listed ids, or `None` if the argmax is not listed, or
-    /// no id has a probability. If several ids are equally probable, the lowest of them is the argmax.
+    /// Returns for each position the place of its argmax among the listed ids, or `None` if the argmax is not listed,
+    /// or no id has a probability. If several ids are equally probable, the lowest of them is the argmax.
     pub(super) fn run(&self, positions: &[usize]) -> Vec<Option<usize>> {
         let buffers = || SearchBuffers {
             packed: Aligned::default(),
@@ -109,7 +110,8 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
         Some((place, Leader { row, id: ids[place], value: values[place], scales }))
     }
 
-    /// Returns the scales of position `t`, whose first row is `row`; `None` if none of its listed ids has a probability.
+    /// Returns the scales of position `t`, whose first row is `row`; `None` if none of its listed ids has a
+    /// probability.
     fn scales(&self, row: usize, t: usize) -> Option<Scales<T::Acc>> {
         let components = self.inputs.sizes.components;
         let columns = self.first_product.layout.columns(components);
@@ -254,8 +256,8 @@ impl<F: Float> Kernel<F> for AddTerms<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        /// The exponent up to which exponentials are told apart. An id with a larger one is more probable by far than the
-        /// leader.
+        /// The exponent up to which exponentials are told apart. An id with a larger one is more probable by far than
+        /// the leader.
         const MOST_EXPONENT: f64 = 60.0;
         let AddTerms { logits, largest, log_scale, to } = self;
         let (largest, log_scale) = (V::registers(largest), V::registers(log_scale));

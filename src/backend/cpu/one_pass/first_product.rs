@@ -213,8 +213,8 @@ impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
         }
     }
 
-    /// Moves the logits of the listed ids from a tile `[ids, width]` to the sums, leaves minus infinity in their places,
-    /// and returns these places.
+    /// Moves the logits of the listed ids from a tile `[ids, width]` to the sums, leaves minus infinity in their
+    /// places, and returns these places.
     fn take_listed(
         &self,
         ids: &Range<usize>,

@@ -167,8 +167,8 @@ impl<T: Element, X: Format<T>> ThirdProduct<'_, T, X> {
         SplitGradients { tiles, behind, bias_behind }
     }
 
-    /// Subtracts the listed ids among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`. A rounded gradient
-    /// has them subtracted before it is rounded.
+    /// Subtracts the listed ids among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`. A rounded
+    /// gradient has them subtracted before it is rounded.
     fn subtract_listed(
         &self,
         ids: Range<usize>,

@@ -53,7 +53,7 @@ pub(crate) struct Layout {
 /// Rows that are computed together, as the columns of a tile.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Panel {
-    /// The index of its first row in the chunk, which is also that of its first column when all panels lie side by side.
+    /// The index of its first row in the chunk, and of its first column when all panels lie side by side.
     pub(super) first: usize,
     /// The number of its rows.
     pub(super) rows: usize,

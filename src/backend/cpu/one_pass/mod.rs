@@ -11,8 +11,9 @@
 //! third product, tile by tile:  dW += E (f C),   db += E f,   less the targets' m c and m
 //! ```
 //!
-//! The target is left out of the products because `h` and its `f E` nearly cancel where it is predicted well. A position
-//! may have several such *listed* ids, whose scores the objective depends on, besides the mass of all other ids.
+//! The target is left out of the products because `h` and its `f E` nearly cancel where it is predicted well. A
+//! position may have several such *listed* ids, whose scores the objective depends on, besides the mass of all other
+//! ids.
 //!
 //! Logits are kept as `[id][row]`: maxima and sums over ids add up whole vectors, and each result is the right operand
 //! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. A loss
@@ -82,6 +83,7 @@ pub(super) enum OnePassRequest<'a, F> {
 }
 
 impl<'a, F: Float> OnePassRequest<'a, F> {
+    /// Returns the targets of a loss.
     fn targets(&self) -> Option<&'a Targets<F>> {
         if let OnePassRequest::Loss { targets, .. } = self {
             Some(targets)
@@ -90,6 +92,7 @@ impl<'a, F: Float> OnePassRequest<'a, F> {
         }
     }
 
+    /// Returns the ids whose logits the first product lists one by one.
     fn listed_ids(&self) -> ListedIds<'a> {
         match self {
             OnePassRequest::Loss { targets, .. } => targets.listed(),
@@ -98,7 +101,7 @@ impl<'a, F: Float> OnePassRequest<'a, F> {
         }
     }
 
-    /// Whether it is requested which listed id is the argmax.
+    /// Returns whether it is requested which listed id is the argmax.
     fn needs_argmax(&self) -> bool {
         match self {
             OnePassRequest::Loss { targets, .. } => targets.terms.correct,
@@ -117,6 +120,7 @@ impl<'a, F: Float> OnePassRequest<'a, F> {
     }
 }
 
+/// The state of a pass over the chunks of a plan. Each chunk replaces the one before; losses and gradients accumulate.
 pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     format: X,
     inputs: Inputs<'a, T>,
@@ -149,6 +153,7 @@ struct Chunk<'a, F> {
 }
 
 impl<F: Default> Chunk<'_, F> {
+    /// Starts a chunk before its first product.
     fn new(positions: Vec<usize>) -> Self {
         Chunk { positions, first_product: None, argmax: vec![], rows: ChunkRows::default(), segment_factors: vec![] }
     }
@@ -273,8 +278,8 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     }
 }
 
-/// Returns the contexts of a chunk's rows, `[rows, d]`: as they are stored, or `gathered` if they are not stored in this
-/// form or only these `positions` of the chunk are not ignored.
+/// Returns the contexts of a chunk's rows, `[rows, d]`: as they are stored, or `gathered` if they are not stored in
+/// this form or only these `positions` of the chunk are not ignored.
 fn contexts<'c, T: Element>(
     inputs: &'c Inputs<'_, T>,
     gathered: &'c [T::Acc],

@@ -1,5 +1,5 @@
-//! What the first product leaves of a chunk: the log-sum-exp of each row, from the sums of all segments and the logits of
-//! the row's listed ids.
+//! What the first product leaves of a chunk: the log-sum-exp of each row, from the sums of all segments and the logits
+//! of the row's listed ids.
 
 use rayon::prelude::*;
 
@@ -31,9 +31,14 @@ impl<F: Float> RowSums<F> {
         }
     }
 
-    /// Returns what a mass outside the listed ids, whose logits are `listed`, takes from the gradient there, as a factor
-    /// of `exp(z - outside.largest)`: with the softmax s, `mass (s(v) - s(v) / s(outside)) = -mass s(listed) s(v) /
-    /// s(outside)`. The difference may cancel, and s(outside) may be below the smallest number.
+    /// Returns what a mass outside the listed ids, whose logits are `listed`, takes from the gradient there, as a
+    /// factor of `exp(z - outside.largest)`. With the softmax s, the gradient is
+    ///
+    /// ```text
+    /// mass (s(v) - s(v) / s(outside)) = -mass s(listed) s(v) / s(outside)
+    /// ```
+    ///
+    /// of which the left side may cancel, and s(outside) may be below the smallest number.
     pub(super) fn outside_factor(&self, mass: f64, listed: &[F]) -> f64 {
         if mass == 0.0 {
             return 0.0;
@@ -57,8 +62,8 @@ pub(super) struct FirstProductResults<'a, F> {
 }
 
 impl<'a, F: Float> FirstProductResults<'a, F> {
-    /// Adds up the sums of all segments. `own_logits` are the logits of targets that are entries of their own; otherwise
-    /// it is empty.
+    /// Adds up the sums of all segments. `own_logits` are the logits of targets that are entries of their own;
+    /// otherwise it is empty.
     pub(super) fn new(
         layout: Layout,
         panels: Vec<Panel>,

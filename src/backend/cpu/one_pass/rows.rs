@@ -30,8 +30,8 @@ pub(super) struct GradientRow<F> {
     /// The factor of `exp(z - largest)` in the gradient, without `scale`.
     factor: f64,
     largest: F,
-    /// What the mass outside the listed ids takes from the factor: the factor of `exp(z - largest)` for the largest logit
-    /// outside, and this logit.
+    /// What the mass outside the listed ids takes from the factor: the factor of `exp(z - largest)` for the largest
+    /// logit outside, and this logit.
     outside: (f64, F),
     /// The factor of the objective times the factor of the logits.
     scale: f64,
@@ -116,9 +116,10 @@ struct PositionGradient<'p, F> {
     logit_scale: f64,
 }
 
-/// The masses of a row that its softmax distributes.
+/// The masses that the softmax of a row distributes over the ids.
 struct SoftmaxMasses {
-    /// The factor of the softmax in the gradient, without the mass outside.
+    /// The factor of the softmax in the gradient before the mass outside is added, see
+    /// [`Components::precise_softmax_mass`].
     factor: f64,
     /// The row's share of the mass outside the listed ids.
     outside: f64,

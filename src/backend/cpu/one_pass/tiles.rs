@@ -19,8 +19,8 @@ use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
 /// The number of elements of the decoder in a tile. The tile is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
-/// The number of ids whose gradients the third product computes at a time. With [`GROUP_COLUMNS`] of their columns, these
-/// stay in the second-level cache while the product sums over the rows.
+/// The number of ids whose gradients the third product computes at a time. With [`GROUP_COLUMNS`] of their columns,
+/// these stay in the second-level cache while the product sums over the rows.
 const GROUP_IDS: usize = 512;
 /// The number of columns whose gradients the third product computes at a time.
 const GROUP_COLUMNS: usize = 256;

@@ -1,8 +1,8 @@
 //! The largest logits of each row, collected while a tile's logits are in the cache. For a single component, these are
 //! the top k.
 //!
-//! The order of logits needs no log-sum-exp. A tile hardly ever has a logit above the lowest collected one: for most tiles
-//! the kernel compares nothing but the largest logit of each row.
+//! The order of logits needs no log-sum-exp. A tile hardly ever has a logit above the lowest collected one: for most
+//! tiles the kernel compares nothing but the largest logit of each row.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};

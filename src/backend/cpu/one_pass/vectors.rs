@@ -1,5 +1,5 @@
-//! The format of products on vectors, in the accumulation dtype. A decoder in half precision is widened once for a group
-//! of panels.
+//! The format of products on vectors, in the accumulation dtype. A decoder in half precision is widened once for a
+//! group of panels.
 
 use std::ops::Range;
 
@@ -21,7 +21,8 @@ use crate::backend::cpu::vector::simd::Float;
 const MOST_DEPTH: usize = 320;
 /// The bytes of the decoder's rows of a tile.
 const TILE_BYTES: usize = 320 << 10;
-/// The number of rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
+/// The number of rows that the third product sums over at a time: as many scaled contexts stay in the second-level
+/// cache.
 const BLOCK_ROWS: usize = 480;
 /// The number of ids whose gradients the third product computes at a time: it scales the contexts for so many at once.
 const GROUP_IDS: usize = 160;

@@ -23,8 +23,8 @@ pub(super) fn layout<T: Element, X: Format<T>>(format: X, rows: usize, sizes: Si
     }
 }
 
-/// Returns the workspace of a task. Besides small numbers, the decoder's gradient needs the exponentials of a chunk, and
-/// the contexts' gradient a product for each of its pieces.
+/// Returns the workspace of a task. Besides small numbers, the decoder's gradient needs the exponentials of a chunk,
+/// and the contexts' gradient a product for each of its pieces.
 pub(in crate::backend::cpu) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task: &Task) -> Workspace {
     /// The number of elements that the numbers of a row take.
     const ROW_NUMBERS: usize = 32;
@@ -38,8 +38,8 @@ pub(in crate::backend::cpu) fn workspace<T: Element, X: Format<T>>(format: X, si
     let (panel, ids) = (layout.panel_rows, layout.padded(layout.tile_ids));
     let product_bytes = if needs_grad.contexts { layout.padded(d) * element } else { 0 };
     let scaled_bytes = if needs_grad.decoder() { format.scaled_context_bytes(d) } else { 0 };
-    // For the decoder's gradient, a row has its exponentials, the offsets of each tile, the factors of each segment, and
-    // what the segment's tiles share. Otherwise it has the sums and factors of each segment.
+    // For the decoder's gradient, a row has its exponentials, the offsets of each tile, the factors of each segment,
+    // and what the segment's tiles share. Otherwise it has the sums and factors of each segment.
     let sum_bytes = if needs_grad.decoder() {
         let exponentials = layout.padded(vocab) * size_of::<X::Exponential>();
         exponentials + 2 * layout.tiles() * element + scaled_bytes

@@ -150,7 +150,8 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
         }
     }
 
-    /// Returns all columns of some ids in the layout of the decoder, from the decoder itself or from a copy in `buffer`.
+    /// Returns all columns of some ids in the layout of the decoder, from the decoder itself or from a copy in
+    /// `buffer`.
     pub(crate) fn block<'b>(self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc>
     where
         'a: 'b,
@@ -183,8 +184,8 @@ pub(crate) struct Block<'a, F> {
     pub(crate) column: usize,
 }
 
-/// Returns a block of a matrix with rows of `width` elements, and the block's row stride, from the matrix itself or from a
-/// copy in `buffer`.
+/// Returns a block of a matrix with rows of `width` elements, and the block's row stride, from the matrix itself or
+/// from a copy in `buffer`.
 fn widened_block<'a, T: Element>(
     matrix: &'a [T],
     width: usize,
@@ -204,9 +205,9 @@ fn widened_block<'a, T: Element>(
     }
 }
 
-/// Transposes and widens a block of a matrix with rows of `width` elements into `buffer`; returns it with its row stride.
-/// The `gemm` crate can read a transposed operand, but only element by element, which costs as much as the product itself
-/// when there are few rows of contexts.
+/// Transposes and widens a block of a matrix with rows of `width` elements into `buffer`; returns it with its row
+/// stride. The `gemm` crate can read a transposed operand, but only element by element, which costs as much as the
+/// product itself when there are few rows of contexts.
 fn transposed_block<'a, T: Element>(
     matrix: &[T],
     width: usize,

@@ -1,6 +1,6 @@
-//! The first product for a few rows, as inner products. Its whole cost is reading the decoder: so the decoder's rows stay
-//! as they are stored, half precision is widened in registers, and each loaded register serves the sums of several contexts
-//! and ids.
+//! The first product for a few rows, as inner products. Its whole cost is reading the decoder: so the decoder's rows
+//! stay as they are stored, half precision is widened in registers, and each loaded register serves the sums of several
+//! contexts and ids.
 
 use crate::backend::cpu::memory::{prefetch, CACHE_LINE};
 use crate::backend::cpu::operands::dtype::Element;
@@ -12,8 +12,8 @@ use num_traits::Zero;
 const CONTEXT_BYTES: usize = 256 << 10;
 /// The number of contexts whose sums stay in registers.
 const ROWS: usize = 6;
-/// The maximum number of contexts for which prefetches are interleaved with the products. With more contexts, each of them
-/// has so few lines to prefetch that they can be requested at once.
+/// The maximum number of contexts for which prefetches are interleaved with the products. With more contexts, each of
+/// them has so few lines to prefetch that they can be requested at once.
 const MOST_INTERLEAVED: usize = 3 * ROWS;
 
 /// Computes `to[row, id] = contexts[row] . decoder[id]`.
@@ -125,8 +125,8 @@ fn lines<T>(values: &[T]) -> std::slice::Chunks<'_, T> {
     values.chunks((CACHE_LINE / size_of::<T>()).max(1))
 }
 
-/// Computes the inner products of `ROWS` contexts with `IDS` ids. With `INTERLEAVE`, `next` is prefetched meanwhile, a few lines at
-/// a time: the processor has room for few requests.
+/// Computes the inner products of `ROWS` contexts with `IDS` ids. With `INTERLEAVE`, `next` is prefetched meanwhile, a
+/// few lines at a time: the processor has room for few requests.
 #[inline(always)]
 pub(crate) fn dots<const ROWS: usize, const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
     v: V,

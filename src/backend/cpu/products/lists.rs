@@ -1,5 +1,5 @@
-//! The products of contexts with the decoder's rows of a few ids each, the ids of its list, and their gradients. No other
-//! row is read or written.
+//! The products of contexts with the decoder's rows of a few ids each, the ids of its list, and their gradients. No
+//! other row is read or written.
 
 use candle_core::{Device, Tensor};
 use num_traits::Zero;
@@ -12,8 +12,8 @@ use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::error::Result;
 use crate::tensors::id_lists::IdLists;
 
-/// Computes the products of each context `[positions, d]` with the rows of its list, `[positions, longest]`; zero beyond
-/// the end of a list.
+/// Computes the products of each context `[positions, d]` with the rows of its list, `[positions, longest]`; zero
+/// beyond the end of a list.
 pub(crate) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
     with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
         let (d, n) = (matrix.width, lists.longest());
@@ -33,8 +33,8 @@ pub(crate) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> R
     }))
 }
 
-/// Computes the gradients of the contexts and of the matrix from `upstream`, that of the products: those that are `needed`,
-/// in the operands' dtype.
+/// Computes the gradients of the contexts and of the matrix from `upstream`, that of the products: those that are
+/// `needed`, in the operands' dtype.
 pub(crate) fn gradients(
     contexts: &Tensor,
     matrix: &Tensor,
@@ -86,8 +86,8 @@ struct ListGradient<F> {
     gradient: F,
 }
 
-/// Computes the gradient of the matrix, `[rows of the matrix, d]`. One task sums the products of a row, in the order of the positions: the result does not
-/// depend on the number of threads.
+/// Computes the gradient of the matrix, `[rows of the matrix, d]`. One task sums the products of a row, in the order of
+/// the positions: the result does not depend on the number of threads.
 fn matrix_gradient<T: Element>(
     isa: Isa,
     contexts: &[T],
@@ -118,8 +118,8 @@ fn matrix_gradient<T: Element>(
     values
 }
 
-/// Returns a matrix `[rows, d]` that has these values in the rows `ids`, which are in ascending order without repeats, and
-/// zeros in the other rows.
+/// Returns a matrix `[rows, d]` that has these values in the rows `ids`, which are in ascending order without repeats,
+/// and zeros in the other rows.
 pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
     let d = values.dim(1)?;
     with_type!(values.dtype(), T => with_slice("rows", values, |values: &[T]| {
@@ -164,8 +164,8 @@ fn copied_rows<'a, T: Element>(
     buffer.chunks_exact(matrix.width).collect()
 }
 
-/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`, which may be stored as its
-/// transpose.
+/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`, which may be stored as
+/// its transpose.
 fn with_operands<T: Element, R>(
     contexts: &Tensor,
     matrix: &Tensor,

@@ -1,5 +1,5 @@
-//! The product of two matrices in bf16, on the tile unit or in f32. candle's own converts its operands on one thread; here
-//! all threads do so.
+//! The product of two matrices in bf16, on the tile unit or in f32. candle's own converts its operands on one thread;
+//! here all threads do so.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -11,7 +11,8 @@ use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;
 use crate::error::Result;
 
-/// Computes `left right` for matrices `[m, k]` and `[k, n]`. Sizes and dtypes that this file does not serve are candle's.
+/// Computes `left right` for matrices `[m, k]` and `[k, n]`. Sizes and dtypes that this file does not serve are
+/// candle's.
 pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     let (m, k) = left.dims2()?;
     let n = right.dim(1)?;

@@ -6,8 +6,8 @@ use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
-/// The maximum number of columns of the decoder that a sum adds one after the other. The rounding errors of longer sums are
-/// larger.
+/// The maximum number of columns of the decoder that a sum adds one after the other. The rounding errors of longer sums
+/// are larger.
 const MOST_DEPTH: usize = 512;
 
 /// The rows of a panel, whose contexts are its columns.

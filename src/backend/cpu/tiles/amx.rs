@@ -1,5 +1,5 @@
-//! Products on Intel AMX. Rust has no stable intrinsics for it yet: its instructions stand in one block of assembly, which
-//! leaves the unit as it found it.
+//! Products on Intel AMX. Rust has no stable intrinsics for it yet: its instructions stand in one block of assembly,
+//! which leaves the unit as it found it.
 
 use std::arch::asm;
 use std::marker::PhantomData;
@@ -15,7 +15,8 @@ use super::rounding::Pair;
 pub(crate) struct Amx(PhantomData<()>);
 
 impl Amx {
-    /// Returns the proof if the processor has AMX and the operating system lets this process use it. Both are asked once.
+    /// Returns the proof if the processor has AMX and the operating system lets this process use it. Both are asked
+    /// once.
     pub(super) fn detect() -> Option<Self> {
         static DETECTED: OnceLock<bool> = OnceLock::new();
         let is_usable = DETECTED.get_or_init(|| processor_has_amx() && request_permission());
@@ -44,8 +45,8 @@ impl Amx {
                 };
                 count += 1;
                 if count == AT_A_TIME || row + 1 == rows && column + 1 == columns {
-                    // SAFETY: `self` proves that the instructions may be used, and `TileUnit::multiply` has checked that the
-                    // operands and the result of all squares lie in borrowed slices.
+                    // SAFETY: `self` proves that the instructions may be used, and `TileUnit::multiply` has checked
+                    // that the operands and the result of all squares lie in borrowed slices.
                     unsafe { multiply(&squares[..count]) };
                     count = 0;
                 }

@@ -1,4 +1,5 @@
-//! Products on AVX512-BF16: vectors of 16 lanes, each of which multiplies two pairs of bf16 and adds both products to an f32.
+//! Products on AVX512-BF16: vectors of 16 lanes, each of which multiplies two pairs of bf16 and adds both products to
+//! an f32.
 
 use std::arch::x86_64::{__cpuid, __m512, __m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
 use std::marker::PhantomData;
@@ -30,8 +31,8 @@ impl Bf16Dots {
 
     /// Returns whether this processor multiplies pairs of bf16 so much faster than numbers in f32 that rounding the
     /// operands is worthwhile. AMD's Zen 5 does, Intel's Sapphire Rapids does not, others have not been measured. The
-    /// processor's family decides, and no measurement at run time: so the results of a program are the same in every run,
-    /// and all its processes use the same kernels.
+    /// processor's family decides, and no measurement at run time: so the results of a program are the same in every
+    /// run, and all its processes use the same kernels.
     pub(super) fn beats_fma(self) -> bool {
         // In a virtual machine, each instruction that asks for the family exits to the hypervisor.
         static BEATS_FMA: OnceLock<bool> = OnceLock::new();

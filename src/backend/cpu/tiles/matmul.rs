@@ -13,8 +13,8 @@ use super::unit::TileUnit;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
-/// The squares of the result in a block, one below the other. A block stays in the second-level cache while its products
-/// are summed.
+/// The squares of the result in a block, one below the other. A block stays in the second-level cache while its
+/// products are summed.
 const DOWN: usize = 4;
 /// The squares of the result in a block, side by side.
 const ACROSS: usize = 8;

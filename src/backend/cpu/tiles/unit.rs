@@ -39,8 +39,8 @@ impl TileUnit {
         }
     }
 
-    /// Returns the units of this machine, the fastest first. Their operands are prepared by vectors of 512 bits: without
-    /// these, there are none.
+    /// Returns the units of this machine, the fastest first. Their operands are prepared by vectors of 512 bits:
+    /// without these, there are none.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn available(isa: Isa) -> Vec<Self> {
         if !isa.prepares_tiles() {
@@ -56,7 +56,8 @@ impl TileUnit {
         Vec::new()
     }
 
-    /// Returns whether its products are so much faster than those of vectors that rounding their operands is worthwhile.
+    /// Returns whether its products are so much faster than those of vectors that rounding their operands is
+    /// worthwhile.
     fn beats_vectors(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]

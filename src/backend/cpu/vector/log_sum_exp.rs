@@ -35,8 +35,8 @@ impl<F: Float> LogSumExp<F> {
     }
 }
 
-/// Returns why components with these log-sum-exps and log-priors have no distribution together; `None` if they have one.
-/// A component without a possible id has no distribution of its own, hence the mixture has none.
+/// Returns why components with these log-sum-exps and log-priors have no distribution together; `None` if they have
+/// one. A component without a possible id has no distribution of its own, hence the mixture has none.
 pub(crate) fn defect_of<F: Float>(components: impl Iterator<Item = (LogSumExp<F>, F)> + Clone) -> Option<Defect> {
     let is_number = |(LogSumExp { largest, log_sum }, log_prior): (LogSumExp<F>, F)| {
         largest < F::infinity() && log_sum < F::infinity() && log_prior < F::infinity()

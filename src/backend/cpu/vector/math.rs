@@ -3,8 +3,8 @@
 
 use super::simd::{Float, Vector};
 
-/// Computes `e^x` for `x` up to the logarithm of the largest finite number; zero where the result would be subnormal; NaN for
-/// NaN.
+/// Computes `e^x` for `x` up to the logarithm of the largest finite number; zero where the result would be subnormal;
+/// NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     exp_or_zero(v, x, v.splat(F::EXP_UNDERFLOW))
@@ -24,8 +24,8 @@ pub(crate) fn exp_or_zero<F: Float, V: Vector<F>>(v: V, x: V::Reg, least: V::Reg
     v.if_equal(x, x, result, x)
 }
 
-/// Computes `ln x` for finite `x >= 1`; minus infinity for zero; NaN for NaN. This covers sums of exponentials relative to the
-/// largest.
+/// Computes `ln x` for finite `x >= 1`; minus infinity for zero; NaN for NaN. This covers sums of exponentials relative
+/// to the largest.
 #[inline(always)]
 pub(crate) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     // x = m 2^e with m in [sqrt 1/2, sqrt 2), and ln m = 2 artanh s for s = (m - 1) / (m + 1).

@@ -79,14 +79,14 @@ pub(crate) trait Kernel<F: Copy> {
 
 /// The element types that rows are computed in.
 pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default {
-    /// The number 1.5 x 2^(mantissa bits). Adding it leaves the nearest integer in the lowest bits, and subtracting it again gives
-    /// that integer.
+    /// The number 1.5 x 2^(mantissa bits). Adding it leaves the nearest integer in the lowest bits, and subtracting it
+    /// again gives that integer.
     const ROUND: Self;
     /// The exponent below which an exponential is subnormal, and is set to zero.
     const EXP_UNDERFLOW: Self;
-    /// The exponent, relative to a row's largest logit, below which an exponential is set to zero. Such exponentials are
-    /// far below the rounding of the sum, and no product of a larger one and a factor of [`Float::NEGLIGIBLE`] or more
-    /// is subnormal.
+    /// The exponent, relative to a row's largest logit, below which an exponential is set to zero. Such exponentials
+    /// are far below the rounding of the sum, and no product of a larger one and a factor of [`Float::NEGLIGIBLE`] or
+    /// more is subnormal.
     const NEGLIGIBLE_EXPONENT: Self;
     /// The absolute value below which a row's factor of its exponentials is set to zero.
     const NEGLIGIBLE: Self;
@@ -119,8 +119,8 @@ pub(crate) enum Isa {
 }
 
 impl Isa {
-    /// Returns the fastest instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD` (`amx`,
-    /// `avx512bf16`, `avx512`, `avx2`, `neon`, `scalar`) selects another.
+    /// Returns the fastest instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD`
+    /// (`amx`, `avx512bf16`, `avx512`, `avx2`, `neon`, `scalar`) selects another.
     ///
     /// # Errors
     ///
@@ -147,8 +147,8 @@ impl Isa {
         selected.as_deref()
     }
 
-    /// Returns the instruction set called `name`, or the fastest if no name is given. The name of a tile unit selects the
-    /// vectors that prepare its operands. The error is a name that this machine lacks.
+    /// Returns the instruction set called `name`, or the fastest if no name is given. The name of a tile unit selects
+    /// the vectors that prepare its operands. The error is a name that this machine lacks.
     fn choose(name: Option<String>) -> std::result::Result<Self, String> {
         let mut available = Self::available().into_iter();
         match name {
@@ -383,16 +383,20 @@ mod x86 {
     use super::*;
     use pulp::x86::{V3, V4};
     impl_vector!(
-        V4, f32, u32, mantissa 23, |v, x| v.shl_const_u32x16::<23>(x), v.shr_const_u32x16::<23>(x), transposed::transposed_16
+        V4, f32, u32, mantissa 23, |v, x| v.shl_const_u32x16::<23>(x), v.shr_const_u32x16::<23>(x),
+        transposed::transpose_16
     );
     impl_vector!(
-        V4, f64, u64, mantissa 52, |v, x| v.shl_const_u64x8::<52>(x), v.shr_const_u64x8::<52>(x), transposed::transposed_by_number::<f64, _, _, _>
+        V4, f64, u64, mantissa 52, |v, x| v.shl_const_u64x8::<52>(x), v.shr_const_u64x8::<52>(x),
+        transposed::transpose_any::<f64, _, _, _>
     );
     impl_vector!(
-        V3, f32, u32, mantissa 23, |v, x| v.shl_const_u32x8::<23>(x), v.shr_const_u32x8::<23>(x), transposed::transposed_8
+        V3, f32, u32, mantissa 23, |v, x| v.shl_const_u32x8::<23>(x), v.shr_const_u32x8::<23>(x),
+        transposed::transpose_8
     );
     impl_vector!(
-        V3, f64, u64, mantissa 52, |v, x| v.shl_const_u64x4::<52>(x), v.shr_const_u64x4::<52>(x), transposed::transposed_by_number::<f64, _, _, _>
+        V3, f64, u64, mantissa 52, |v, x| v.shl_const_u64x4::<52>(x), v.shr_const_u64x4::<52>(x),
+        transposed::transpose_any::<f64, _, _, _>
     );
 }
 
@@ -400,12 +404,22 @@ mod x86 {
 mod aarch64 {
     use super::*;
     use pulp::aarch64::Neon;
-    impl_vector!(Neon, f32, u32, mantissa 23, |v, x| v.shl_const_u32x4::<23>(x), v.shr_const_u32x4::<23>(x), transposed::transposed_by_number::<f32, _, _, _>);
-    impl_vector!(Neon, f64, u64, mantissa 52, |v, x| v.shl_const_u64x2::<52>(x), v.shr_const_u64x2::<52>(x), transposed::transposed_by_number::<f64, _, _, _>);
+    impl_vector!(
+        Neon, f32, u32, mantissa 23, |v, x| v.shl_const_u32x4::<23>(x), v.shr_const_u32x4::<23>(x),
+        transposed::transpose_any::<f32, _, _, _>
+    );
+    impl_vector!(
+        Neon, f64, u64, mantissa 52, |v, x| v.shl_const_u64x2::<52>(x), v.shr_const_u64x2::<52>(x),
+        transposed::transpose_any::<f64, _, _, _>
+    );
 }
 
-impl_vector!(pulp::Scalar, f32, u32, mantissa 23, |_v, x| x << 23, x >> 23, transposed::transposed_by_number::<f32, _, _, _>);
-impl_vector!(pulp::Scalar, f64, u64, mantissa 52, |_v, x| x << 52, x >> 52, transposed::transposed_by_number::<f64, _, _, _>);
+impl_vector!(
+    pulp::Scalar, f32, u32, mantissa 23, |_v, x| x << 23, x >> 23, transposed::transpose_any::<f32, _, _, _>
+);
+impl_vector!(
+    pulp::Scalar, f64, u64, mantissa 52, |_v, x| x << 52, x >> 52, transposed::transpose_any::<f64, _, _, _>
+);
 
 #[cfg(test)]
 mod tests {

@@ -292,6 +292,7 @@ fn contexts<'c, T: Element>(
 }
 
 impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
+    /// Computes the first and the second product of the chunk, without the factors of the rows.
     fn first_product(&mut self, chunk: Range<usize>) -> Result<()> {
         let (components, request) = (self.inputs.sizes.components, self.request.first_product());
         let listed = self.request.listed_ids();
@@ -332,6 +333,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         Ok(())
     }
 
+    /// Computes the objective of a loss. That of scores is known to the caller, which calls [`Self::objective_rows`].
     fn objective(&mut self, _: Range<usize>) -> Result<()> {
         if let Some(targets) = self.request.targets() {
             self.objective_rows(targets);
@@ -339,6 +341,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         Ok(())
     }
 
+    /// Multiplies the second product by the rows' factors, and starts the sum over the ranks, if there are any.
     fn context_gradient(&mut self, chunk: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let Chunk { positions, first_product, rows, segment_factors, .. } = &self.chunk;
@@ -355,6 +358,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         Ok(())
     }
 
+    /// Computes the third product of the exponentials that the first product has left.
     fn decoder_gradient(&mut self, chunk: Range<usize>) -> Result<()> {
         let Chunk { positions, first_product, rows: ChunkRows { rows, entries }, segment_factors, .. } = &self.chunk;
         let Some(first_product) = first_product else { return Ok(()) };

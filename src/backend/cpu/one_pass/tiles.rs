@@ -55,6 +55,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         T::DTYPE == DType::BF16
     }
 
+    /// Everything is a multiple of a square's side; a panel is as wide as a square.
     fn blocks(self) -> Blocks {
         Blocks {
             ids: SIDE,
@@ -101,6 +102,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         }
     }
 
+    /// Rounds the rows, and transposes them for the second product.
     fn decoder_tile<'t>(
         self,
         inputs: &'t Inputs<'_, T>,
@@ -111,6 +113,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         tile
     }
 
+    /// Computes the logits in f32 and rounds their exponentials to bf16 for the second and the third product.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, T, Self>,
@@ -162,6 +165,8 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         scaled
     }
 
+    /// Adds the products of all tiles whose factors are those of their segments at once, and of each other tile by
+    /// itself, a group of columns at a time.
     fn add_products(
         self,
         operands: &ThirdOperands<'_, T>,

@@ -45,6 +45,7 @@ impl<T: Element> Format<T> for Vectors {
     type ScaledContexts = ();
     type GradientBuffers = Vec<T::Acc>;
 
+    /// A tile of the decoder has a fixed number of bytes; a panel is as wide as the registers.
     fn blocks(self) -> Blocks {
         let Registers { rows, width, lanes } = Registers::for_isa::<T::Acc>(self.0);
         Blocks {
@@ -96,6 +97,7 @@ impl<T: Element> Format<T> for Vectors {
         }
     }
 
+    /// Reads rows in the accumulation dtype where they lie, and widens others.
     fn decoder_tile<'t>(
         self,
         inputs: &'t Inputs<'_, T>,
@@ -106,6 +108,7 @@ impl<T: Element> Format<T> for Vectors {
         matrices.map(|((columns, matrix), buffer)| (columns, matrix.block(ids.clone(), buffer))).collect()
     }
 
+    /// Writes the logits where the exponentials are kept, or in the buffer.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, T, Self>,
@@ -135,8 +138,10 @@ impl<T: Element> Format<T> for Vectors {
         }
     }
 
+    /// Does nothing: each thread scales contexts for some tiles.
     fn scaled_contexts(self, _: &ThirdOperands<'_, T>, _: &[T::Acc]) {}
 
+    /// Sums over a few panels at a time, whose scaled contexts stay in the cache.
     fn add_products(
         self,
         operands: &ThirdOperands<'_, T>,

@@ -43,10 +43,10 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
                 let to = &mut ProductColumns { matrix: to, first_row: block * rows, first_id: id, is_added };
                 id += match (ids - id, contexts.len() <= MOST_INTERLEAVED * d) {
                     // All sums stay in registers.
-                    (4.., true) if V::REGISTERS >= 32 => few_ids::<4, true, T, V>(v, contexts, decoder, d, to),
-                    (4.., false) if V::REGISTERS >= 32 => few_ids::<4, false, T, V>(v, contexts, decoder, d, to),
-                    (2.., _) => few_ids::<2, true, T, V>(v, contexts, decoder, d, to),
-                    _ => few_ids::<1, true, T, V>(v, contexts, decoder, d, to),
+                    (4.., true) if V::REGISTERS >= 32 => multiply_ids::<4, true, T, V>(v, contexts, decoder, d, to),
+                    (4.., false) if V::REGISTERS >= 32 => multiply_ids::<4, false, T, V>(v, contexts, decoder, d, to),
+                    (2.., _) => multiply_ids::<2, true, T, V>(v, contexts, decoder, d, to),
+                    _ => multiply_ids::<1, true, T, V>(v, contexts, decoder, d, to),
                 };
             }
         }
@@ -77,7 +77,7 @@ impl<F: Copy + std::ops::AddAssign> ProductColumns<'_, '_, F> {
 
 /// Multiplies `IDS` ids by all contexts; returns `IDS`.
 #[inline(always)]
-fn few_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
+fn multiply_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     decoder: &[T],

@@ -184,7 +184,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
 }
 
 impl<G: Gpu> Steps for LossChunks<'_, G> {
-    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
+    fn first_product(&mut self, positions: Range<usize>) -> Result<()> {
         self.chunks.logits(&positions, &self.arguments(&positions))?;
         match &self.targets {
             DeviceTargets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
@@ -192,7 +192,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         }
     }
 
-    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
+    fn objective(&mut self, positions: Range<usize>) -> Result<()> {
         let (gpu, Sizes { vocab, components, .. }) = (self.chunks.gpu, self.chunks.inputs.sizes);
         let rows = self.chunks.inputs.rows(&positions);
         let position_blocks = positions.len().div_ceil(BLOCK);

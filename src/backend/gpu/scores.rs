@@ -49,15 +49,15 @@ pub(super) fn score_loss<G: Gpu>(
     let mut loss = LossChunks::new(chunks, objective, DeviceTargets::Scored(&rows), None, needs_grad)?;
     let mut values = Vec::new();
     for positions in plan.chunks() {
-        loss.logits(positions.clone())?;
+        loss.first_product(positions.clone())?;
         rows.compute(&loss.chunks, &positions, &loss.arguments(&positions))?;
         let (of_chunk, upstream) = terms(positions.clone(), &rows.rows(positions.clone())?)?;
         values.push(of_chunk);
         if needs_grad.any() {
             let magnitudes = rows.take_upstream(&loss.chunks, &positions, upstream, &loss.objective)?;
             loss.objective.normalize(gpu, &magnitudes, operands)?;
-            loss.loss_rows(positions.clone())?;
-            loss.gradients_of_rows(positions, needs_grad)?;
+            loss.objective(positions.clone())?;
+            loss.chunk_gradients(positions, needs_grad)?;
         }
     }
     let (positions, device) = (operands.sizes.positions, operands.contexts.device());

@@ -101,7 +101,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     let of_sums = if needs_grad.contexts { layout.padded(d) * element } else { 0 };
     let of_scaled = if needs_grad.decoder() { format.scaled_bytes(d) } else { 0 };
     // The largest logit of each tile, and what a search computes of a position and a tile.
-    let (of_tiles, of_search) = if task.argmax {
+    let (of_tiles, of_search) = if task.needs_argmax {
         let of_position = layout.columns(sizes.components) * format.packed_per_row(d) * size_of::<X::Packed>();
         (layout.tiles() * element, of_position + (panel + 1) * ids * element + layout.tiles() * size_of::<f64>())
     } else {
@@ -120,7 +120,8 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
 pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
     format: X,
     inputs: Inputs<'a, T>,
-    targets: &'a Targets<T::Acc>,
+    /// The targets of a loss that are known before the first chunk.
+    targets: Option<&'a Targets<T::Acc>>,
     listed: ListedIds<'a>,
     with_entropy: bool,
     /// Whether each position's most probable id is needed, if it is listed.
@@ -169,7 +170,7 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     pub(super) fn new(
         format: X,
         inputs: Inputs<'a, T>,
-        targets: &'a Targets<T::Acc>,
+        targets: Option<&'a Targets<T::Acc>>,
         gradients: BufferedGradients<T>,
         needs_grad: NeedsGrad,
         plan: &Plan,
@@ -184,9 +185,9 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
             format,
             inputs,
             targets,
-            listed: targets.listed(),
+            listed: targets.map_or(ListedIds::Nothing, Targets::listed),
             with_entropy: false,
-            with_argmax: targets.terms.correct,
+            with_argmax: targets.is_some_and(Targets::needs_correct),
             top_k: None,
             ranks: None,
             layout,
@@ -203,8 +204,13 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     /// Computes the scores of candidates, the entropy if it is asked for and there is a single component, and whether
     /// each candidate is the most probable id if that is asked for.
     pub(super) fn with_candidates(self, candidates: &'a Candidates, scored: &Scored) -> Self {
-        let &Scored { entropy, is_argmax, .. } = scored;
-        OnePass { listed: ListedIds::Candidates(candidates), with_entropy: entropy, with_argmax: is_argmax, ..self }
+        let &Scored { needs_entropy, needs_argmax, .. } = scored;
+        OnePass {
+            listed: ListedIds::Candidates(candidates),
+            with_entropy: needs_entropy,
+            with_argmax: needs_argmax,
+            ..self
+        }
     }
 
     /// Computes the loss of the whole vocabulary, of which others have the rest.
@@ -260,14 +266,14 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         let Some(passed) = passed else { return };
         let losses;
         (losses, *rows) = rows::rows(&self.inputs, targets, positions, &self.layout, panels, passed);
-        if self.gradients.needed {
+        if self.gradients.are_needed {
             *segment_factors = rows::of_segments(&self.layout, panels, &passed.parts, &rows.rows);
         }
         let of_positions = positions.iter().zip(losses).zip(rows.rows.chunks_exact(components));
         for (i, ((&t, loss), rows)) in of_positions.enumerate() {
             let is_correct = argmax.get(i) == Some(&Some(0));
             self.losses[t] = PositionLoss { is_correct, ..loss };
-            if self.gradients.needed {
+            if self.gradients.are_needed {
                 let gradients = &mut self.gradients.log_priors[t * components..][..components];
                 gradients.iter_mut().zip(rows).for_each(|(gradient, row)| *gradient = row.log_prior);
             }
@@ -312,7 +318,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         let floors = Floors::new(self.top_k.map_or(0, |_| self.chunk.positions.len()));
         let left_out = LeftOut {
             ids: &ids,
-            are_own: self.targets.are_own(),
+            are_own: self.targets.is_some_and(Targets::are_own),
             with_entropy: self.with_entropy,
             with_tiles: self.with_argmax,
             top_k: self.top_k.map(|k| (k, &floors)),
@@ -321,11 +327,14 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
         let buffers = FirstProductBuffers { exponentials: &mut exponentials, sums: &mut sums, packed: &mut packed };
         let (contexts, panels) = (self.contexts(chunk.clone()), &self.chunk.panels);
         let parts = first_pass(format, &self.inputs, &self.layout, panels, contexts, left_out, buffers);
-        let own = own_logits(&self.inputs, self.targets, &self.chunk.positions, contexts);
+        let own = match self.targets {
+            Some(targets) => own_logits(&self.inputs, targets, &self.chunk.positions, contexts),
+            None => vec![],
+        };
         let mut passed = Passed::new(&self.layout, panels, ids, parts, own);
         if let Some(ranks) = &mut self.ranks {
             ranks.finish_sum(&mut self.gradients.contexts)?;
-            let owner = |&t: &usize| self.targets.id(t).map(|id| ranks.shard.owner(id));
+            let owner = |&t: &usize| self.targets?.id(t).map(|id| ranks.shard.owner(id));
             let owners: Vec<_> = self.chunk.positions.iter().map(owner).collect();
             join(ranks.shard, &owners, passed.shared_rows())?;
         }
@@ -342,7 +351,9 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
     }
 
     fn loss_rows(&mut self, _: Range<usize>) -> Result<()> {
-        self.objective_rows(self.targets);
+        if let Some(targets) = self.targets {
+            self.objective_rows(targets);
+        }
         Ok(())
     }
 

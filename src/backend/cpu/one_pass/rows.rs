@@ -19,7 +19,7 @@ use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::vector::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::distribution::Real;
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::Sizes;
 use crate::backend::shard::ELSEWHERE;
 use crate::backend::shared_rows::SharedRow;
@@ -196,7 +196,7 @@ pub(super) fn scores<T: Element>(
     panels: &[Panel],
     passed: &Passed<'_, T::Acc>,
 ) -> Vec<T::Acc> {
-    let (components, columns) = (inputs.sizes.components, candidates.n + OF_POSITION);
+    let (components, columns) = (inputs.sizes.components, candidates.n + POSITION_SCORES);
     let zero = T::Acc::zero();
     let mut scores = vec![zero; positions.len() * columns];
     let of_position = |state: &mut Components<T::Acc>, (i, (to, &t)): (usize, (&mut [T::Acc], &usize))| {
@@ -211,11 +211,11 @@ pub(super) fn scores<T: Element>(
         for (to, &place) in to.iter_mut().zip(candidates.places(t)) {
             *to = of_ids[place];
         }
-        if scored.entropy {
+        if scored.needs_entropy {
             let parts = parts_of(layout, panels, &passed.parts, first);
             to[candidates.n] = T::Acc::from_f64(entropy(parts, passed.logits(first)));
         }
-        if scored.outside {
+        if scored.needs_outside {
             to[candidates.n + 1] = bounded(log_outside(state, sums));
         }
     };

@@ -137,7 +137,7 @@ impl Isa {
         let mut available = Self::available().into_iter();
         match name {
             // Whether there is a unit is for its user to find out.
-            Some(name) if Kernels::OF_TILES.iter().any(|kernels| kernels.to_string() == name) => {
+            Some(name) if Kernels::WITH_TILES.iter().any(|kernels| kernels.to_string() == name) => {
                 available.find(Self::prepares_tiles).ok_or(name)
             }
             Some(name) => available.find(|isa| isa.kernels().to_string() == name).ok_or(name),

@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::Tensor;
 
 use super::results::Loss;
-use crate::backend::objective::SoFar;
+use crate::backend::objective::GradientSoFar;
 use crate::error::Result;
 
 /// The sum of the gradients of several losses, such as the losses of the batches of one optimizer step.
@@ -79,7 +79,7 @@ impl GradientSum {
     }
 
     /// The place of this variable's gradient.
-    pub(crate) fn so_far(&self, variable: &Tensor) -> SoFar {
-        SoFar { gradients: self.0.clone(), variable: variable.clone() }
+    pub(crate) fn so_far(&self, variable: &Tensor) -> GradientSoFar {
+        GradientSoFar { gradients: self.0.clone(), variable: variable.clone() }
     }
 }

@@ -365,8 +365,8 @@ impl LossOptions {
 
     /// The terms of the objective that the kernels compute.
     pub(crate) fn terms(&self) -> LossTerms {
-        let &LossOptions { label_smoothing, z_loss, correct, .. } = self;
-        LossTerms { label_smoothing, z_loss, correct }
+        let &LossOptions { label_smoothing, z_loss, correct: needs_correct, .. } = self;
+        LossTerms { label_smoothing, z_loss, needs_correct }
     }
 
     /// The options that are set and that not every head or loss supports.

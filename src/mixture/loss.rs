@@ -108,7 +108,7 @@ impl Mixture {
             node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
                 let mut objective = objective.clone();
                 // Ranks that count correct predictions compute in two passes, as the plan does.
-                objective.terms.correct &= objective.shard.is_some();
+                objective.terms.needs_correct &= objective.shard.is_some();
                 if let Some(shard) = &objective.shard {
                     shard_loss::agree_on_backward(shard, upstream.as_ref())?;
                 }
@@ -195,7 +195,7 @@ impl Mixture {
         let mut task = Task::loss(&options.terms(), needs_grad);
         if let Some(SampledLoss::Softmax(negatives)) = options.sampled_step() {
             operands.sizes = sampled_softmax::sizes(operands.sizes, negatives);
-            task.own_targets = true;
+            task.has_own_targets = true;
         }
         backend::plan(&operands, task, options.workspace_bytes)
     }

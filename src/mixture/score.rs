@@ -53,7 +53,7 @@ impl Mixture {
         let (with_gradients, of_values) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
         let (mut scores, is_argmax) = backend::scores(&operands, &scored, &of_values)?;
         let is_argmax = is_argmax.map(|is_argmax| is_argmax.reshape(token_ids.shape())).transpose()?;
-        let scored = Scored { is_argmax: false, ..scored };
+        let scored = Scored { needs_argmax: false, ..scored };
         if needs_grad.any() {
             scores = node::attach_scores(scores, operands, scored, needs_grad, with_gradients)?;
         }

@@ -2,18 +2,18 @@
 
 use candle_core::{DType, Tensor, D};
 
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 
 /// The scores `[positions, n + 2]` of the distributions `[positions, vocab]`.
 pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
-    let &Scored { token_ids: ref ids, entropy, outside, temperature, .. } = scored;
+    let &Scored { token_ids: ref ids, needs_entropy, needs_outside, temperature, .. } = scored;
     let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let (positions, vocab) = log_probs.dims2()?;
     let mut log_probs = log_probs.to_dtype(dtype)?;
     if positions == 0 {
-        return Ok(Tensor::zeros((0, ids.dim(1)? + OF_POSITION), dtype, log_probs.device())?);
+        return Ok(Tensor::zeros((0, ids.dim(1)? + POSITION_SCORES), dtype, log_probs.device())?);
     }
     if temperature != 1.0 {
         let tempered = (log_probs / temperature)?;
@@ -34,7 +34,7 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
             Some(log_probs.gather(&Tensor::from_vec(ids, (positions, n), log_probs.device())?, 1)?)
         }
     };
-    let of_entropy = if entropy {
+    let of_entropy = if needs_entropy {
         // An id of probability zero adds nothing, and has no gradient.
         let is_possible = log_probs.gt(f64::NEG_INFINITY)?;
         let is_number = log_probs.eq(&log_probs)?;
@@ -45,7 +45,7 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
     } else {
         Tensor::zeros((positions, 1), dtype, log_probs.device())?
     };
-    let log_outside = if outside {
+    let log_outside = if needs_outside {
         let mut is_outside = vec![1u8; positions * vocab];
         read.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
         let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
@@ -68,7 +68,7 @@ pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
 /// Whether each id is the most probable of the distributions `[positions, vocab]`, `[positions, n]` in u8, if it is asked
 /// for: the lowest of equals is.
 pub(crate) fn are_argmax(log_probs: &Tensor, scored: &Scored) -> Result<Option<Tensor>> {
-    if !scored.is_argmax {
+    if !scored.needs_argmax {
         return Ok(None);
     }
     let (log_probs, shape) = (log_probs.detach(), scored.token_ids.dims2()?);

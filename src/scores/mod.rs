@@ -7,7 +7,7 @@ pub(crate) mod policy;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_log_probs, check_number, check_targets};
@@ -95,8 +95,13 @@ impl ScoreOptions {
 
     /// What is asked of the ids `[positions, n]`.
     pub(crate) fn scored(&self, token_ids: Tensor) -> Scored {
-        let &ScoreOptions { temperature, entropy, outside, is_argmax, .. } = self;
-        Scored { token_ids, entropy, outside, is_argmax, temperature }
+        Scored {
+            token_ids,
+            needs_entropy: self.entropy,
+            needs_outside: self.outside,
+            needs_argmax: self.is_argmax,
+            temperature: self.temperature,
+        }
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
@@ -239,7 +244,7 @@ impl Scores {
         leading: &[usize],
         options: &ScoreOptions,
     ) -> Result<Self> {
-        let n = scores.dim(1)? - OF_POSITION;
+        let n = scores.dim(1)? - POSITION_SCORES;
         // All columns of no positions are the first: another offset would lie beyond their memory.
         let is_empty = scores.dim(0)? == 0;
         let column = |i: usize| scores.narrow(1, if is_empty { 0 } else { n + i }, 1)?.reshape(leading);

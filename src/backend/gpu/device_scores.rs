@@ -9,7 +9,7 @@ use super::arguments::{self, Argument};
 use super::chunks::{is_argmax, Chunks, Mixed};
 use super::device::{Buffer, Gpu, BLOCK};
 use super::objective::DeviceObjective;
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::Sizes;
 use crate::error::Result;
 
@@ -56,12 +56,12 @@ impl DeviceScores {
             ids: Buffer::new(gpu, ids)?,
             candidates,
             stride,
-            needs: i64::from(scored.entropy) + 2 * i64::from(scored.outside),
+            needs: i64::from(scored.needs_entropy) + 2 * i64::from(scored.needs_outside),
             power: (1.0 / scored.temperature) as f32,
             numbers: zeros(chunks.rows_per_chunk / components * stride)?,
-            log_probs: scored.need_all_ids().then(|| chunks.log_prob_rows()).transpose()?,
-            scores: zeros(positions * (candidates + OF_POSITION))?,
-            argmax: scored.is_argmax.then(|| Buffer::zeros(gpu, positions, DType::U32, device)).transpose()?,
+            log_probs: scored.needs_all_ids().then(|| chunks.log_prob_rows()).transpose()?,
+            scores: zeros(positions * (candidates + POSITION_SCORES))?,
+            argmax: scored.needs_argmax.then(|| Buffer::zeros(gpu, positions, DType::U32, device)).transpose()?,
             magnitudes: zeros(positions)?,
         })
     }
@@ -126,7 +126,7 @@ impl DeviceScores {
 
     /// The scores of some positions, `[positions, n + 2]`.
     pub(super) fn rows(&self, positions: Range<usize>) -> Result<Tensor> {
-        let columns = self.candidates + OF_POSITION;
+        let columns = self.candidates + POSITION_SCORES;
         let scores = self.scores.tensor.narrow(0, positions.start * columns, positions.len() * columns)?;
         Ok(scores.reshape((positions.len(), columns))?)
     }
@@ -145,6 +145,6 @@ impl DeviceScores {
     }
 
     fn first_score(&self, positions: &Range<usize>) -> u64 {
-        self.scores.at(positions.start * (self.candidates + OF_POSITION))
+        self.scores.at(positions.start * (self.candidates + POSITION_SCORES))
     }
 }

@@ -29,7 +29,7 @@ pub(super) fn log_prob_loss(
     }
     let (mut values, mut gradients) = (Vec::new(), Vec::new());
     let of_chunk = |positions: Range<usize>| {
-        let operands = operands.of_positions(&positions)?;
+        let operands = operands.narrow(&positions)?;
         let plan = backend.plan(&operands, Task::log_probs(needs_grad), Some(plan.budget_bytes))?;
         let log_probs = backend.log_probs(&operands, DType::F32, &plan)?;
         let (values, upstream) = terms(positions, log_probs)?;

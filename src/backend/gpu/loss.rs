@@ -13,7 +13,7 @@ use super::objective::DeviceObjective;
 use super::own_targets::OwnTargets;
 use super::shared_targets::{of_all_ranks, SharedTargets};
 use crate::backend::contract::{Gradients, LossResults};
-use crate::backend::objective::{Objective, SoFar};
+use crate::backend::objective::{GradientSoFar, Objective};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
@@ -56,7 +56,7 @@ pub(super) fn loss<G: Gpu>(
     let weighted = weigh(&ids.weights.tensor, losses)?;
     // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
     let is_correct = || is_argmax(&argmax.tensor, &ids.ids.tensor, &nll.neg()?)?.narrow(0, 0, positions);
-    let is_correct = objective.terms.correct.then(is_correct).transpose()?;
+    let is_correct = objective.terms.needs_correct.then(is_correct).transpose()?;
     let (objective, nll) = (of_positions(&weighted)?, of_positions(nll)?);
     let (sum, count) = (weighted.sum_all()?, ids.count.clone());
     let of_own_logits = chunks.own_gradient()?;
@@ -122,13 +122,13 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         chunks: Chunks<'a, G>,
         objective: DeviceObjective,
         targets: DeviceTargets<'a>,
-        so_far: Option<&SoFar>,
+        so_far: Option<&GradientSoFar>,
         needs_grad: NeedsGrad,
     ) -> Result<Self> {
         let positions = chunks.inputs.sizes.positions.max(1);
         let zeros = |n, dtype| Buffer::zeros(chunks.gpu, n, dtype, chunks.logits.tensor.device());
         let gradients = || {
-            let so_far = so_far.filter(|_| needs_grad.weight).and_then(SoFar::take);
+            let so_far = so_far.filter(|_| needs_grad.weight).and_then(GradientSoFar::take);
             let has_own = matches!(targets, DeviceTargets::Own(_));
             DeviceGradients::new(&chunks, has_own, so_far, needs_grad)
         };
@@ -212,9 +212,9 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
             _ => arguments::ScoredArgument::default(),
         };
         let scored_values = Argument::Scored(scored);
-        if soft.is_some() || self.objective.terms.correct {
+        if soft.is_some() || self.objective.terms.needs_correct {
             let to = soft.map(|log_probs| (log_probs, 0, self.chunks.stride));
-            let argmax = if self.objective.terms.correct { argmax } else { 0 };
+            let argmax = if self.objective.terms.needs_correct { argmax } else { 0 };
             self.chunks.mix(&positions, &arguments, Mixed { log_probs: to, losses, argmax })?;
         }
         if soft.is_some() || matches!(self.targets, DeviceTargets::Scored(_)) {

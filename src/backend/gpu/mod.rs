@@ -100,7 +100,7 @@ impl<G: Gpu> Backend for On<G> {
         if k > MAX_K_ON_DEVICE {
             return tensors(&self.visit(operands, &TopKQuery { k })?, k, DType::F32, operands.contexts.device());
         }
-        let task = Task { soft_targets: true, ..Task::log_probs(NeedsGrad::default()) };
+        let task = Task { top_k: Some(k), ..Task::log_probs(NeedsGrad::default()) };
         let plan = self.plan(operands, task, None)?;
         let (ids, log_probs) = top_k(&self.0, operands, k, &plan)?;
         // Reading back synchronizes. A NaN is ranked first.
@@ -115,7 +115,7 @@ impl<G: Gpu> Backend for On<G> {
 
     /// Runs on the host, on the log-probabilities of all ids.
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-        let plan = self.plan(operands, Task { all_ids: true, ..Task::decoding() }, None)?;
+        let plan = self.plan(operands, Task::log_probs(NeedsGrad::default()), None)?;
         let log_probs = self.log_probs(operands, DType::F32, &plan)?;
         let log_probs = log_probs.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
         let offsets = if visit.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };
@@ -148,8 +148,10 @@ fn plan(kind: &GpuKind, sizes: Sizes, dtype: DType, task: Task, budget: Option<u
     // Logits, their gradient in the dtype of the products, and seven f32 values.
     let row = stride * f32_size + gradient + of_row + 8 * f32_size;
     let (has_log_probs, scores) = match task.scores {
-        Some(ScoreTask { candidates, all_ids, .. }) => (all_ids, numbers_of_scores(candidates, components) * f32_size),
-        None => (task.soft_targets, 0),
+        Some(ScoreTask { candidates, needs_all_ids, .. }) => {
+            (needs_all_ids, numbers_of_scores(candidates, components) * f32_size)
+        }
+        None => (task.has_soft_targets || task.top_k.is_some(), 0),
     };
     let log_probs = if has_log_probs { stride * f32_size } else { 0 };
     let per_position = kind.allocated * (components * row + log_probs + scores);
@@ -170,8 +172,8 @@ fn plan(kind: &GpuKind, sizes: Sizes, dtype: DType, task: Task, budget: Option<u
     Plan::new(sizes.positions, components, needs, budget)
 }
 
-/// The `k` most probable ids and their log-probabilities, `[positions, k]`, u32 and f32. The plan is made for a task
-/// with soft targets, which also needs the log-probabilities of a chunk.
+/// Finds the `k` most probable ids and their log-probabilities, `[positions, k]`, u32 and f32. The plan is made for this
+/// task, so that the workspace holds the log-probabilities of a chunk.
 fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize, plan: &Plan) -> Result<(Tensor, Tensor)> {
     let positions = operands.sizes.positions;
     let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((positions.max(1), k), dtype, operands.contexts.device())?);

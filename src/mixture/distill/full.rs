@@ -28,7 +28,7 @@ impl FullTeacher {
     fn log_probs(&self, positions: &Range<usize>) -> Result<Tensor> {
         match self {
             FullTeacher::Mixture(mixture, dtype) => {
-                let operands = mixture.operands().of_positions(positions)?;
+                let operands = mixture.operands().narrow(positions)?;
                 let plan = backend::plan(&operands, Task::log_probs(NeedsGrad::default()), None)?;
                 let computed = accumulation_dtype("teacher", operands.contexts.dtype())?;
                 Ok(backend::log_probs(&operands, computed, &plan)?.to_dtype(*dtype)?)

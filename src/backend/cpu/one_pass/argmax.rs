@@ -21,9 +21,9 @@ use super::format::{FirstOperands, Format};
 use super::layout::Panel;
 use super::row_sums::FirstProductResults;
 use crate::backend::cpu::memory::Aligned;
+use crate::backend::cpu::objective::argmax_terms::argmax_term;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
-use crate::backend::cpu::vector::math::exp;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::distribution::Real;
 use crate::backend::operands::Sizes;
@@ -256,17 +256,12 @@ impl<F: Float> Kernel<F> for AddTerms<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        /// The exponent up to which exponentials are told apart. An id with a larger one is more probable by far than
-        /// the leader.
-        const MOST_EXPONENT: f64 = 60.0;
         let AddTerms { logits, largest, log_scale, to } = self;
         let (largest, log_scale) = (V::registers(largest), V::registers(log_scale));
-        let most = v.splat(F::from_f64(MOST_EXPONENT));
         for (to, logits) in to.iter_mut().zip(V::registers(logits).chunks_exact(largest.len())) {
             let mut sum = v.splat(F::zero());
             for ((&z, &largest), &log_scale) in logits.iter().zip(largest).zip(log_scale) {
-                let exponent = v.add(v.sub(z, largest), log_scale);
-                sum = v.add(sum, exp(v, v.if_less(exponent, most, exponent, most)));
+                sum = v.add(sum, argmax_term(v, z, largest, log_scale));
             }
             *to += v.sum(sum);
         }

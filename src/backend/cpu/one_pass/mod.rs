@@ -104,8 +104,8 @@ impl<'a, F: Float> OnePassRequest<'a, F> {
     /// Returns whether it is requested which listed id is the argmax.
     fn needs_argmax(&self) -> bool {
         match self {
-            OnePassRequest::Loss { targets, .. } => targets.terms.correct,
-            OnePassRequest::Scores { scored, .. } => scored.is_argmax,
+            OnePassRequest::Loss { targets, .. } => targets.needs_correct(),
+            OnePassRequest::Scores { scored, .. } => scored.needs_argmax,
             OnePassRequest::TopK { .. } => false,
         }
     }
@@ -113,7 +113,7 @@ impl<'a, F: Float> OnePassRequest<'a, F> {
     /// Returns what the first product must deliver for this request.
     fn first_product(&self) -> FirstProductRequest {
         FirstProductRequest {
-            moment: matches!(self, OnePassRequest::Scores { scored, .. } if scored.entropy),
+            moment: matches!(self, OnePassRequest::Scores { scored, .. } if scored.needs_entropy),
             tile_largest: self.needs_argmax(),
             top_k: if let OnePassRequest::TopK { k } = *self { Some(k) } else { None },
         }
@@ -235,14 +235,14 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         let Some(first_product) = first_product else { return };
         let losses;
         (losses, *rows) = SummedChunk { inputs: &self.inputs, positions, first_product }.objective(targets);
-        if self.gradients.needed {
+        if self.gradients.are_needed {
             *segment_factors = self::segment_factors(first_product, rows);
         }
         let by_position = positions.iter().zip(losses).zip(rows.rows.chunks_exact(components));
         for (i, ((&t, loss), rows)) in by_position.enumerate() {
             let is_correct = argmax.get(i) == Some(&Some(0));
             self.losses[t] = PositionLoss { is_correct, ..loss };
-            if self.gradients.needed {
+            if self.gradients.are_needed {
                 let gradients = &mut self.gradients.log_priors[t * components..][..components];
                 gradients.iter_mut().zip(rows).for_each(|(gradient, row)| *gradient = row.log_prior);
             }

@@ -18,7 +18,7 @@ use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
 use crate::backend::cpu::vector::math::{flushed, not_negative, weighted};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::distribution::Real;
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::Sizes;
 use crate::backend::shard::ELSEWHERE;
 
@@ -176,7 +176,7 @@ impl<T: Element> SummedChunk<'_, '_, T> {
 
     /// Computes the scores of the positions, `[positions, n + 2]`.
     pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<T::Acc> {
-        let (components, columns) = (self.inputs.sizes.components, candidates.n + OF_POSITION);
+        let (components, columns) = (self.inputs.sizes.components, candidates.n + POSITION_SCORES);
         let zero = T::Acc::zero();
         let mut scores = vec![zero; self.positions.len() * columns];
         let score_position = |state: &mut Components<T::Acc>, (i, to): (usize, &mut [T::Acc])| {
@@ -189,11 +189,11 @@ impl<T: Element> SummedChunk<'_, '_, T> {
             for (to, &place) in to.iter_mut().zip(candidates.places(self.positions[i])) {
                 *to = log_probs[place];
             }
-            if scored.entropy {
+            if scored.needs_entropy {
                 let segments = self.first_product.row_segments(first);
                 to[candidates.n] = T::Acc::from_f64(entropy(segments, self.first_product.logits(first)));
             }
-            if scored.outside {
+            if scored.needs_outside {
                 to[candidates.n + 1] = bounded(log_outside(state, sums));
             }
         };

@@ -48,7 +48,7 @@ pub(in crate::backend::cpu) fn workspace<T: Element, X: Format<T>>(format: X, si
         segment * layout.segments()
     };
     // The search for the argmax needs the largest logit of each tile, and buffers for a position and a tile.
-    let (tile_largest_bytes, search_bytes) = if task.argmax {
+    let (tile_largest_bytes, search_bytes) = if task.needs_argmax {
         let packed = layout.columns(sizes.components) * format.packed_per_row(d) * size_of::<X::Packed>();
         (layout.tiles() * element, packed + (panel + 1) * ids * element + layout.tiles() * size_of::<f64>())
     } else {

@@ -32,7 +32,7 @@ impl TileUnit {
         let Some(name) = Isa::selected() else { return Ok(units.into_iter().find(|unit| unit.beats_vectors())) };
         match units.into_iter().find(|unit| unit.kernels().to_string() == name) {
             Some(unit) => Ok(Some(unit)),
-            None if Kernels::OF_TILES.iter().any(|kernels| kernels.to_string() == name) => {
+            None if Kernels::WITH_TILES.iter().any(|kernels| kernels.to_string() == name) => {
                 Err(Isa::lacking(name.to_owned()))
             }
             None => Ok(None),

@@ -153,7 +153,7 @@ impl Isa {
         let mut available = Self::available().into_iter();
         match name {
             // Whether the machine has the unit itself is checked by `TileUnit::detected`.
-            Some(name) if Kernels::OF_TILES.iter().any(|kernels| kernels.to_string() == name) => {
+            Some(name) if Kernels::WITH_TILES.iter().any(|kernels| kernels.to_string() == name) => {
                 available.find(Self::prepares_tiles).ok_or(name)
             }
             Some(name) => available.find(|isa| isa.kernels().to_string() == name).ok_or(name),

@@ -103,7 +103,7 @@ impl Case {
     }
 
     pub(super) fn plan(&self, gpu: &EmulatedGpu) -> backend::plan::Plan {
-        self.plan_of(gpu, Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms(), ALL) })
+        self.plan_of(gpu, Task { has_own_targets: self.own.is_some(), ..Task::loss(&self.options.terms(), ALL) })
     }
 
     pub(super) fn plan_of(&self, gpu: &EmulatedGpu, task: Task) -> backend::plan::Plan {

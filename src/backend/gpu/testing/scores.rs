@@ -4,7 +4,7 @@ use super::case::{case, error, random, Case};
 use super::*;
 
 use crate::backend::contract::LossResults;
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::task::Task;
@@ -70,11 +70,11 @@ impl ScoreCase {
         let ids: Vec<u32> = (0..positions * self.n).map(|i| id(i) as u32).collect();
         let token_ids = Tensor::from_vec(ids, (positions, self.n), &Device::Cpu).unwrap();
         let &ScoreCase { entropy, outside, temperature, .. } = self;
-        Scored { token_ids, entropy, outside, is_argmax: true, temperature }
+        Scored { token_ids, needs_entropy: entropy, needs_outside: outside, needs_argmax: true, temperature }
     }
 
     fn upstream(&self) -> Tensor {
-        let (positions, columns) = (self.mixture.sizes.positions, self.n + OF_POSITION);
+        let (positions, columns) = (self.mixture.sizes.positions, self.n + POSITION_SCORES);
         let has = |i: usize| match self.upstream {
             Upstream::All => true,
             Upstream::LogProbs => i % columns < self.n,

@@ -66,8 +66,8 @@ static char *stacks() {
 // another stack.
 extern "C" [[noreturn]] void jump(jmp_buf, int) __asm__("_longjmp");
 
-// Waits in a state until the scheduler resumes this fiber. The jump between stacks, unlike `swapcontext`, needs no system
-// call.
+// Waits in a state until the scheduler resumes this fiber. The jump between stacks, unlike `swapcontext`, needs no
+// system call.
 static void wait(State state) {
     fibers[thread].state = state;
     if (!_setjmp(fibers[thread].rest)) jump(scheduler, 1);

@@ -31,7 +31,9 @@ template <typename... A, void (*function)(A...)> struct Unpack<function> {
         return {machine::argument_access<std::tuple_element_t<I, All>>()...};
     }
     static void run(void **slots) { call(slots, std::make_index_sequence<BUFFERS>()); }
-    static machine::Kernel kernel(const char *name) { return {name, run, access(std::make_index_sequence<BUFFERS>()), {}}; }
+    static machine::Kernel kernel(const char *name) {
+        return {name, run, access(std::make_index_sequence<BUFFERS>()), {}};
+    }
 };
 
 #undef KERNEL

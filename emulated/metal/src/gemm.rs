@@ -19,10 +19,12 @@ pub struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
+    /// A matrix in the storage of a tensor, with this offset and row stride.
     pub fn new(storage: &'a MetalStorage, offset: usize, stride: usize) -> Self {
         Self { buffer: storage.buffer(), offset, stride, transposed: false }
     }
 
+    /// The matrix as the transpose that a product takes.
     pub fn transposed(self) -> Self {
         Self { transposed: true, ..self }
     }
@@ -57,6 +59,7 @@ struct AddParams {
     beta: f32,
 }
 
+/// Lets the encoder take structures as their bytes.
 macro_rules! as_bytes {
     ($($type:ty),+) => {$(
         impl EncoderParam for $type {

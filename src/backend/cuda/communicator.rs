@@ -111,7 +111,8 @@ impl Communicator {
         Ok(all)
     }
 
-    /// Returns the sum over all ranks of a tensor in the memory of the communicator's GPU. The host does not wait for it.
+    /// Returns the sum over all ranks of a tensor in the memory of the communicator's GPU. The host does not wait for
+    /// it.
     pub(crate) fn sum(&self, tensor: &Tensor) -> Result<Tensor> {
         let tensor = tensor.contiguous()?;
         if tensor.elem_count() == 0 {

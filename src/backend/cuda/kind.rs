@@ -3,8 +3,8 @@
 use crate::backend::gpu::device::{GpuKind, ProductBytes};
 use crate::backend::plan::Kernels;
 
-/// The properties of CUDA. Products take the gradient of the logits in the operands' dtype. The default chunk follows from
-/// a model of an H100, not from a measurement: each chunk reads the whole decoder and adds to its whole gradient.
+/// The properties of CUDA. Products take the gradient of the logits in the operands' dtype. The default chunk follows
+/// from a model of an H100, not from a measurement: each chunk reads the whole decoder and adds to its whole gradient.
 pub(in crate::backend) const KIND: GpuKind = GpuKind {
     kernels: Kernels::Cuda,
     needs_f32_gradient: false,

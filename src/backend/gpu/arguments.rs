@@ -1,6 +1,6 @@
 //! The arguments that kernels share, in CUDA's layout, and what an argument of a kernel can be. Addresses come from
-//! [`Gpu::address`](super::device::Gpu::address), and zero is null. The structures of `kernels/arguments.h` say what each
-//! field is.
+//! [`Gpu::address`](super::device::Gpu::address), and zero is null. The structures of `kernels/arguments.h` say what
+//! each field is.
 
 use crate::backend::objective;
 

@@ -1,4 +1,5 @@
-//! A mixture on a GPU, chunk by chunk: its logits, and the log-probabilities and most probable ids that follow from them.
+//! A mixture on a GPU, chunk by chunk: its logits, and the log-probabilities and most probable ids that follow from
+//! them.
 
 use std::ops::Range;
 

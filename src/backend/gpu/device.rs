@@ -117,7 +117,8 @@ pub(in crate::backend) struct DeviceProduct {
     /// The address of an f32 matrix, `out_stride` elements from one row to the next.
     pub(in crate::backend) out: u64,
     pub(in crate::backend) out_stride: usize,
-    /// The address of an f32 scalar in device memory. `None` is 1, and the only value if [`GpuKind::needs_f32_gradient`].
+    /// The address of an f32 scalar in device memory. `None` is 1, and the only value if
+    /// [`GpuKind::needs_f32_gradient`].
     pub(in crate::backend) alpha: Option<u64>,
     pub(in crate::backend) accumulates: bool,
 }

@@ -1,8 +1,8 @@
 //! The row kernels: their source, and the arguments of each.
 //!
 //! A kernel `name` has a structure `Name`, whose fields are its parameters in `cuda/mixture.cu` and
-//! `metal/mixture.metal`, by name and in their order. A test (`testing/parameters.rs`) compares the three. What a kernel
-//! computes, and what a block and a thread of it stand for, is written at its function in the headers.
+//! `metal/mixture.metal`, by name and in their order. A test (`testing/parameters.rs`) compares the three. What a
+//! kernel computes, and what a block and a thread of it stand for, is written at its function in the headers.
 
 use candle_core::DType;
 

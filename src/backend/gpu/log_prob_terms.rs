@@ -1,5 +1,5 @@
-//! A loss on a GPU that is a function of the log-probabilities of all ids. The logits of a chunk are computed twice: for
-//! its log-probabilities, and for the gradient.
+//! A loss on a GPU that is a function of the log-probabilities of all ids. The logits of a chunk are computed twice:
+//! for its log-probabilities, and for the gradient.
 
 use std::ops::Range;
 

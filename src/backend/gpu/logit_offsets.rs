@@ -1,5 +1,5 @@
-//! The log-sum-exps of a single softmax, which the kernels do not return: the logit of each position's most probable id,
-//! computed by candle's operations, minus its log-probability.
+//! The log-sum-exps of a single softmax, which the kernels do not return: the logit of each position's most probable
+//! id, computed by candle's operations, minus its log-probability.
 
 use candle_core::{DType, Tensor, D};
 

@@ -244,8 +244,8 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))
     }
 
-    /// Adds to the loss of each position, and to the masses of its rows, what they have from all ids or from candidates,
-    /// and finds its most probable id, each if it is needed.
+    /// Adds to the loss of each position, and to the masses of its rows, what they have from all ids or from
+    /// candidates, and finds its most probable id, each if it is needed.
     fn soft_losses(&self, positions: &Range<usize>) -> Result<()> {
         let arguments @ ChunkArguments { logits, objective, rows } = self.arguments(positions);
         let soft = if let DeviceTargets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };

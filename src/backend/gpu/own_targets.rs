@@ -33,8 +33,8 @@ impl OwnTargets {
         Ok(Some(OwnTargets { rows, decoder, logits }))
     }
 
-    /// Adds to the operands' gradients what follows from the gradient of these logits, `[positions, K]`. The gradients of
-    /// weight and bias get the rows behind the vocabulary.
+    /// Adds to the operands' gradients what follows from the gradient of these logits, `[positions, K]`. The gradients
+    /// of weight and bias get the rows behind the vocabulary.
     pub(super) fn add_to(
         &self,
         gradients: Gradients,

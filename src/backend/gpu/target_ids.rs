@@ -1,5 +1,5 @@
-//! The targets of a loss on a GPU, and the scales of its gradients, which follow from weights and reduction: the kernels
-//! of `kernels/targets.h`, and what they read. Nothing waits for the device.
+//! The targets of a loss on a GPU, and the scales of its gradients, which follow from weights and reduction: the
+//! kernels of `kernels/targets.h`, and what they read. Nothing waits for the device.
 
 use candle_core::{DType, Tensor, D};
 

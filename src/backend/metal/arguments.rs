@@ -15,8 +15,8 @@ pub(in crate::backend) enum Binding {
     Bytes(Vec<u8>),
 }
 
-/// Returns the bindings of all parameters of a kernel with these arguments. The last one has a bit for each of the others,
-/// which says whether the parameter is present.
+/// Returns the bindings of all parameters of a kernel with these arguments. The last one has a bit for each of the
+/// others, which says whether the parameter is present.
 pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
     let read = |address| if address == 0 { Binding::Absent } else { Binding::Read(address) };
     let write = |address| if address == 0 { Binding::Absent } else { Binding::Write(address) };

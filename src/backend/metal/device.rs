@@ -210,8 +210,8 @@ impl Metal {
     }
 
     /// Computes a product, and adds the matrix at the address `addend` if the product accumulates. That matrix has the
-    /// strides of the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last tile
-    /// that the result does not have.
+    /// strides of the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last
+    /// tile that the result does not have.
     fn multiply_tiles(&self, product: &DeviceProduct, tiling: &GemmTiling, addend: u64) -> Result<()> {
         let letter = |matrix: &DeviceMatrix| if matrix.is_transposed { 't' } else { 'n' };
         let name = format!(

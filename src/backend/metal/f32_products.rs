@@ -1,8 +1,8 @@
 //! Products of half-precision operands on Metal, computed by products in f32.
 //!
 //! candle's products of half-precision matrices round their result to half precision, which is not enough for logits.
-//! Operands are therefore converted to f32, a tile at a time. For few rows, as in decoding, that would cost more than the
-//! product, so that a kernel of this crate reads the half-precision operands directly.
+//! Operands are therefore converted to f32, a tile at a time. For few rows, as in decoding, that would cost more than
+//! the product, so that a kernel of this crate reads the half-precision operands directly.
 
 use std::cell::RefCell;
 
@@ -16,8 +16,8 @@ use crate::error::Result;
 
 /// The most elements of the right operand that are widened at a time, unless one row has more.
 const MOST_TILE_ELEMENTS: usize = 4 << 20;
-/// The most terms of a sum that are added one after another. Each addition rounds to the precision of the partial sum, so
-/// that a longer sum, over a large vocabulary, would lose too many small terms.
+/// The most terms of a sum that are added one after another. Each addition rounds to the precision of the partial sum,
+/// so that a longer sum, over a large vocabulary, would lose too many small terms.
 const MOST_SUMMANDS: usize = 8192;
 /// The most rows of a product that the kernel of this crate computes.
 const FEW_ROWS: usize = 16;
@@ -78,13 +78,15 @@ enum ProductMatrix {
 }
 
 impl ProductBuffers {
-    /// The address of a buffer of at least `elements` f32 values for the last rows of the matrix that a product adds to.
+    /// The address of a buffer of at least `elements` f32 values for the last rows of the matrix that a product adds
+    /// to.
     #[cfg(feature = "metal")]
     pub(super) fn last_rows<G: F32Products>(&self, gpu: &G, elements: usize) -> Result<u64> {
         self.address(gpu, ProductMatrix::LastRows, elements)
     }
 
-    /// The address of a buffer of at least `elements` f32 values for a matrix: the previous buffer if it is large enough.
+    /// The address of a buffer of at least `elements` f32 values for a matrix: the previous buffer if it is large
+    /// enough.
     fn address<G: F32Products>(&self, gpu: &G, matrix: ProductMatrix, elements: usize) -> Result<u64> {
         let cached = &mut self.0.borrow_mut()[matrix as usize];
         if let Some(buffer) = cached.as_ref().filter(|buffer| buffer.tensor.elem_count() >= elements) {

@@ -3,8 +3,8 @@
 // gpu/kernels.rs (or metal/f32_products.rs), in their order, where LOGITS, OBJECTIVE, ROWS and SCORED stand for the
 // parameters that metal/arguments.rs binds for one such argument.
 //
-// The host binds the parameters one by one, numbered from zero; bit n of `present`, the last one, says whether parameter
-// n is present. The host compiles this with safe math: infinities and NaN are valid inputs.
+// The host binds the parameters one by one, numbered from zero; bit n of `present`, the last one, says whether
+// parameter n is present. The host compiles this with safe math: infinities and NaN are valid inputs.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -70,8 +70,8 @@ template <typename T> FUNCTION void widen(device const T *from, device float *to
     if (i < count) to[i] = widened(from + i);
 }
 
-// One warp per row of `rhs` [n, k]: computes its inner products with the rows of `lhs` [m, k], a few at a time, in `out`
-// [m, n].
+// One warp per row of `rhs` [n, k]: computes its inner products with the rows of `lhs` [m, k], a few at a time, in
+// `out` [m, n].
 template <typename T>
 FUNCTION void inner_products(device const T *lhs, device const T *rhs, device float *out, i64 out_stride, int m, int n,
                              int k, uint block, uint tid) {
@@ -126,8 +126,8 @@ struct ScoredNumbers {
 // The pointer of a parameter, or null if the parameter is absent.
 #define GIVEN(parameter, pointer) (present >> (parameter) & 1 ? pointer : nullptr)
 
-// The parameters that make up a Logits (3), an Objective (6), a Rows (4) and a Scored (3); and these structures, given the
-// number of their first parameter.
+// The parameters that make up a Logits (3), an Objective (6), a Rows (4) and a Scored (3); and these structures, given
+// the number of their first parameter.
 #define LOGITS device const float *z, device const float *bias, constant LogitsNumbers &logits_numbers
 #define OBJECTIVE                                                                                                      \
     device const int *ids, device const float *hard, device const float *scales, device const float *soft,             \

@@ -1,6 +1,6 @@
-// The arguments that the row kernels share, and their constants and small functions. A row kernel computes on the logits
-// of a chunk, between the matrix products. The equations are at the head of cpu/objective/components.rs, whose names the
-// kernels share.
+// The arguments that the row kernels share, and their constants and small functions. A row kernel computes on the
+// logits of a chunk, between the matrix products. The equations are at the head of cpu/objective/components.rs, whose
+// names the kernels share.
 //
 // The kernels have one source for two languages: cuda/mixture.cu and metal/mixture.metal include these headers, in the
 // order arguments.h, reductions.h, loss.h, log_probs.h, scores.h, gradients.h, targets.h, and wrap their functions into
@@ -65,8 +65,8 @@ struct LossTerms {
 
 // The objective of each position of the chunk.
 struct Objective {
-    GLOBAL const int *ids;      // [positions]: the row of the target, or why there is none; the row of an own target may
-                                // be `vocab` or more
+    GLOBAL const int *ids;      // [positions]: the row of the target, or why there is none; that of an own target may be
+                                // `vocab` or more
     GLOBAL const float *hard;   // [positions]: the mass of the target in q
     GLOBAL const float *scales; // [positions]: the scale of the gradient, up to a factor of all positions; null: 1
     GLOBAL const float *soft;   // [vocab] or [positions, soft_stride]: masses of all ids, which q adds; null: none
@@ -141,8 +141,8 @@ struct Scored {
     FUNCTION GLOBAL float &log_sum(i64 position, int candidate) const {
         return values[position * stride + 5 + count + candidate];
     }
-    // The mass of a candidate besides that of every id. If the mass outside is needed, the first of equal candidates has
-    // what the id has of it.
+    // The mass of a candidate besides that of every id. If the mass outside is needed, the first of equal candidates
+    // has what the id has of it.
     FUNCTION GLOBAL float &mass(i64 position, int candidate) const {
         return values[position * stride + 5 + 2 * count + candidate];
     }

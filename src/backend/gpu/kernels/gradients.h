@@ -91,8 +91,8 @@ struct RowFactors {
     float scale;
     SoftMasses soft;
 
-    // The gradient of one logit from the softmax and the soft masses: target, candidates and the slope of the softcap are
-    // left to the caller.
+    // The gradient of one logit from the softmax and the soft masses: target, candidates and the slope of the softcap
+    // are left to the caller.
     FUNCTION float gradient(int v, float logit) const {
         const float relative = logit - largest;
         const float g = exp_scale * exponential(relative);

@@ -35,8 +35,8 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
     }
 }
 
-// One block per position: finds the k most probable ids and their log-probabilities, in descending order; ties go to the
-// lower id, and a NaN comes first. Each scan finds the largest among the ids that come after the last one found.
+// One block per position: finds the k most probable ids and their log-probabilities, in descending order; ties go to
+// the lower id, and a NaN comes first. Each scan finds the largest among the ids that come after the last one found.
 FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k, GLOBAL int *ids,
                     GLOBAL float *id_log_probs, uint block, uint tid, SHARED Largest *warp_largest) {
     const i64 t = block;

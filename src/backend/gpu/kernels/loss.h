@@ -33,8 +33,8 @@ FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uin
     }
 }
 
-// One thread per position: computes the negative log-likelihood of the target, the part of the objective that depends on
-// the target's logits and the log-sum-exps, and the masses that the target gives to its rows.
+// One thread per position: computes the negative log-likelihood of the target, the part of the objective that depends
+// on the target's logits and the log-sum-exps, and the masses that the target gives to its rows.
 FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOBAL float *loss, int positions,
                             int components, uint block, uint tid) {
     const i64 t = (i64)block * BLOCK + tid;

@@ -1,8 +1,8 @@
 // The kernels of scores: the scores of each position, and the masses that their upstream gradients give to ids.
 
-// One block per position: computes its scores, [positions, count + 2], and the values of `scored` that the masses depend
-// on. `log_probs` are those of every id; the kernel reads them only if the distribution is tempered, or the entropy or
-// the mass outside is needed. For the mass outside, it sets those of the candidates to minus infinity.
+// One block per position: computes its scores, [positions, count + 2], and the values of `scored` that the masses
+// depend on. `log_probs` are those of every id; the kernel reads them only if the distribution is tempered, or the
+// entropy or the mass outside is needed. For the mass outside, it sets those of the candidates to minus infinity.
 FUNCTION void position_scores(Logits logits, Rows rows, Scored scored, GLOBAL float *log_probs, GLOBAL float *scores,
                               uint block, uint tid, SHARED float *warp_values, SHARED Sum *warp_sums) {
     const i64 t = block;
@@ -57,8 +57,8 @@ FUNCTION void position_scores(Logits logits, Rows rows, Scored scored, GLOBAL fl
     }
 }
 
-// One thread per position: computes the masses that the upstream gradients of its scores, [positions, count + 2], give to
-// ids, up to the factor `power`; their scale, which is zero if no score has an upstream gradient; and the sum of the
+// One thread per position: computes the masses that the upstream gradients of its scores, [positions, count + 2], give
+// to ids, up to the factor `power`; their scale, which is zero if no score has an upstream gradient; and the sum of the
 // gradients' absolute values, which bounds the masses up to a logarithm.
 FUNCTION void position_masses(Scored scored, GLOBAL const float *scores, GLOBAL const float *upstream,
                               GLOBAL float *scales, GLOBAL float *mass_bounds, int positions, int vocab, uint block,

@@ -1,8 +1,8 @@
 // The kernels that prepare the targets and weights of all positions, before the chunks.
 
 // One thread per position: computes the row of the target, which is among the `row_count` ids of the vocabulary from
-// `first_row` on, or why there is none; the mass of the target; the weight of the position; and what it adds to the denominator of
-// the mean.
+// `first_row` on, or why there is none; the mass of the target; the weight of the position; and what it adds to the
+// denominator of the mean.
 FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *position_weights,
                                GLOBAL const float *class_weights, i64 ignore_index, int has_ignore_index,
                                float smoothing, GLOBAL int *ids, GLOBAL float *hard, GLOBAL float *weights,

@@ -188,8 +188,8 @@ pub(super) fn plain_objective(targets: Vec<i64>, terms: LossTerms, scale: GradSc
     })
 }
 
-/// The largest difference, relative to the largest finite magnitude (at least 0.5). It is infinite if values that are not
-/// finite differ.
+/// The largest difference, relative to the largest finite magnitude (at least 0.5). It is infinite if values that are
+/// not finite differ.
 pub(super) fn error(got: &Tensor, truth: &Tensor) -> f64 {
     assert_eq!(got.dims(), truth.dims());
     let numbers = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();

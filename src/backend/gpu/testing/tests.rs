@@ -219,6 +219,19 @@ fn the_most_probable_ids_equal_those_of_a_sort() {
 }
 
 #[test]
+fn the_plan_of_a_ranking_has_room_for_the_log_probabilities_of_a_chunk() {
+    for gpu in EmulatedGpu::all() {
+        let bytes = |top_k| {
+            let case = Case { chunk: 5, ..case(5, 2, 4, 1000) };
+            let task = Task { top_k, ..Task::log_probs(NeedsGrad::default()) };
+            gpu::plan(gpu.kind(), case.sizes, DType::F32, task, None).unwrap().workspace_bytes
+        };
+        let log_probs = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
+        assert_eq!(bytes(Some(3)), bytes(None) + log_probs);
+    }
+}
+
+#[test]
 fn ties_are_ranked_by_id_and_a_nan_comes_first() {
     for gpu in EmulatedGpu::all() {
         let case = case(2, 1, 3, 700);

@@ -48,6 +48,7 @@ impl DeviceColumns {
 }
 
 impl DeviceOperands {
+    /// The operands as buffers; those that are not contiguous are copied.
     fn new<G: Gpu>(gpu: &G, operands: &Operands) -> Result<Self> {
         let (weight, weight_is_transposed) = match operands.stored_weight()? {
             stored @ (_, false) => stored,
@@ -126,6 +127,7 @@ const ROW_VALUES: usize = 7;
 pub(super) const ROW_ALIGN: usize = 8;
 
 impl<'a, G: Gpu> Chunks<'a, G> {
+    /// The operands, and the workspace of a chunk.
     pub(super) fn new(gpu: &'a G, operands: &Operands, plan: &Plan) -> Result<Self> {
         let stride = operands.sizes.vocab.next_multiple_of(ROW_ALIGN);
         let rows = plan.rows_per_chunk.max(1);

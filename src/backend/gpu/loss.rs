@@ -131,6 +131,7 @@ struct DeviceResults {
 }
 
 impl<'a, G: Gpu> LossChunks<'a, G> {
+    /// The results and gradients, all zero. The weight's gradient starts from `so_far`, if there is one.
     pub(super) fn new(
         chunks: Chunks<'a, G>,
         objective: DeviceObjective,

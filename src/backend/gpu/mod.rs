@@ -44,7 +44,7 @@ use logit_offsets::logit_offsets;
 use loss::loss;
 use scores::{score_loss, scores};
 
-/// The backend of a GPU, in f16, bf16 and f32.
+/// The backend of a GPU, for operands in f16, bf16 and f32.
 pub(super) struct GpuBackend<G>(pub(super) G);
 
 impl<G: Gpu> Backend for GpuBackend<G> {
@@ -98,6 +98,7 @@ impl<G: Gpu> Backend for GpuBackend<G> {
         log_prob_loss(self, operands, terms, needs_grad, plan)
     }
 
+    /// Ranks on the device if `k` is small, otherwise on the host.
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
         if k > MAX_K_ON_DEVICE {
             return tensors(&self.visit(operands, &TopKQuery { k })?, k, DType::F32, operands.contexts.device());

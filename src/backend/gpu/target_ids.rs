@@ -22,6 +22,7 @@ pub(super) struct TargetIds {
 }
 
 impl TargetIds {
+    /// The targets and weights of a loss.
     pub(super) fn new<G: Gpu>(
         gpu: &G,
         loss: &TargetLoss,
@@ -73,6 +74,7 @@ pub(super) struct GradientScales {
 }
 
 impl GradientScales {
+    /// The scales that follow from the weights and the reduction of a loss.
     pub(super) fn new<G: Gpu>(
         gpu: &G,
         loss: &TargetLoss,

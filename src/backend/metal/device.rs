@@ -171,6 +171,25 @@ struct GemmParams {
     batch_dimensions: i32,
 }
 
+impl GemmParams {
+    fn new(product: &DeviceProduct, tiling: &GemmTiling) -> Self {
+        GemmParams {
+            m: product.m as i32,
+            n: product.n as i32,
+            k: product.k as i32,
+            lhs_stride: product.lhs.stride as i32,
+            rhs_stride: product.rhs.stride as i32,
+            out_stride: product.out_stride as i32,
+            tiles_n: product.n.div_ceil(tiling.columns) as i32,
+            tiles_m: product.m.div_ceil(tiling.rows) as i32,
+            batch_strides: [0; 3],
+            swizzle_log: 0,
+            whole_steps: (product.k / tiling.step) as i32,
+            batch_dimensions: 1,
+        }
+    }
+}
+
 /// `GEMMAddMMParams` of candle's `mlx_gemm.metal`: how the matrix C is added to the product.
 #[repr(C)]
 struct Addition {
@@ -209,10 +228,8 @@ impl Metal {
         GemmTiling { rows, columns, step, warps_along_rows, warps_along_columns }
     }
 
-    /// Computes a product, and adds the matrix at the address `addend` if the product accumulates. That matrix has the
-    /// strides of the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last
-    /// tile that the result does not have.
-    fn multiply_tiles(&self, product: &DeviceProduct, tiling: &GemmTiling, addend: u64) -> Result<()> {
+    /// candle's kernel for a product with this tiling, compiled once.
+    fn gemm_pipeline(&self, product: &DeviceProduct, tiling: &GemmTiling) -> Result<ComputePipeline> {
         let letter = |matrix: &DeviceMatrix| if matrix.is_transposed { 't' } else { 'n' };
         let name = format!(
             "gemm_{}{}_f32_{}_{}_{}_{}_{}",
@@ -233,20 +250,19 @@ impl Metal {
             (202, Value::Bool(product.k.is_multiple_of(tiling.step))),    // align_K
             (300, Value::Bool(false)),                                    // do_gather
         ]);
-        let sizes = GemmParams {
-            m: product.m as i32,
-            n: product.n as i32,
-            k: product.k as i32,
-            lhs_stride: product.lhs.stride as i32,
-            rhs_stride: product.rhs.stride as i32,
-            out_stride: product.out_stride as i32,
-            tiles_n: product.n.div_ceil(tiling.columns) as i32,
-            tiles_m: product.m.div_ceil(tiling.rows) as i32,
-            batch_strides: [0; 3],
-            swizzle_log: 0,
-            whole_steps: (product.k / tiling.step) as i32,
-            batch_dimensions: 1,
-        };
+        let pipeline = self
+            .device
+            .kernels()
+            .load_pipeline_with_constants(self.device.metal_device(), Source::Gemm, name, Some(constants))
+            .map_err(candle_core::Error::wrap)?;
+        Ok(pipeline)
+    }
+
+    /// Computes a product, and adds the matrix at the address `addend` if the product accumulates. That matrix has the
+    /// strides of the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last
+    /// tile that the result does not have.
+    fn multiply_tiles(&self, product: &DeviceProduct, tiling: &GemmTiling, addend: u64) -> Result<()> {
+        let sizes = GemmParams::new(product, tiling);
         let addition = Addition {
             row_stride: product.out_stride as i32,
             column_stride: 1,
@@ -254,11 +270,7 @@ impl Metal {
             alpha: 1.0,
             beta: 1.0,
         };
-        let pipeline = self
-            .device
-            .kernels()
-            .load_pipeline_with_constants(self.device.metal_device(), Source::Gemm, name, Some(constants))
-            .map_err(candle_core::Error::wrap)?;
+        let pipeline = self.gemm_pipeline(product, tiling)?;
         let [lhs, rhs, addend, out] =
             [product.lhs.address, product.rhs.address, addend, product.out].map(|address| self.buffer(address));
 

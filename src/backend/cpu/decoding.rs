@@ -4,8 +4,7 @@
 use candle_core::{Device, Tensor, WithDType};
 
 use super::objective::results::BufferedGradients;
-use super::objective::targets::Targets;
-use super::one_pass::OnePass;
+use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::inputs::Inputs;
 use super::served::Products;
 use super::two_pass::TwoPasses;
@@ -27,11 +26,11 @@ pub(super) fn top_k<T: Element, X: Products<T>>(
 ) -> Result<(Tensor, Tensor)> {
     let ranked = match plan.computation {
         Computation::OnePass => Inputs::with(operands, |inputs: Inputs<'_, T>| {
-            let (targets, none) = (Targets::none(operands.sizes), BufferedGradients::none(operands.sizes));
-            let pass = OnePass::new(products, inputs, &targets, none, NeedsGrad::default(), plan);
-            let (mut pass, mut ranked) = (pass.with_top_k(k), Vec::with_capacity(operands.sizes.positions));
+            let (request, none) = (OnePassRequest::TopK { k }, BufferedGradients::none(operands.sizes));
+            let mut pass = OnePass::new(products, inputs, request, none, NeedsGrad::default(), plan);
+            let mut ranked = Vec::with_capacity(operands.sizes.positions);
             for positions in plan.chunks() {
-                pass.logits(positions)?;
+                pass.first_product(positions)?;
                 ranked.extend(pass.most_probable(k)?);
             }
             Ok(ranked)
@@ -54,7 +53,7 @@ pub(super) fn visit<T: Element, X: Products<T>, V: Visit>(
         let mut passes = passes.with_shard(shard);
         let mut outputs = Vec::with_capacity(operands.sizes.positions);
         for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
+            passes.first_product(positions.clone())?;
             outputs.extend(passes.visit_rows(positions, visit)?);
         }
         Ok(outputs)

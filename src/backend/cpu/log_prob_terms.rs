@@ -34,7 +34,7 @@ pub(super) fn log_prob_loss<T: Element, X: Products<T>>(
         let none = Targets::none(sizes);
         let mut passes = TwoPasses::new(products, inputs, plan).with_targets(&none, gradients);
         for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
+            passes.first_product(positions.clone())?;
             let mut log_probs = zeros::<T::Acc>(positions.len() * sizes.vocab);
             passes.log_prob_rows::<T::Acc>(positions.clone(), &mut log_probs);
             let log_probs = Tensor::from_vec(log_probs, (positions.len(), sizes.vocab), &Device::Cpu)?;
@@ -44,7 +44,7 @@ pub(super) fn log_prob_loss<T: Element, X: Products<T>>(
             if needs_grad.any() {
                 let targets = Targets::of_upstream(take_values(&upstream)?, positions.start, sizes);
                 passes.objective_rows(&targets, positions.clone())?;
-                passes.gradients_of_rows(positions, needs_grad)?;
+                passes.chunk_gradients(positions, needs_grad)?;
             }
         }
         results(sizes, needs_grad, &none, &losses, passes.gradients)

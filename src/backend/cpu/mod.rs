@@ -37,7 +37,7 @@ use memory::filled;
 use objective::divergence::divergence;
 use objective::results::{results, BufferedGradients};
 use objective::targets::Targets;
-use one_pass::OnePass;
+use one_pass::{OnePass, OnePassRequest};
 use operands::dtype::{with_type, Element};
 use operands::inputs::Inputs;
 use operands::rounding;
@@ -218,7 +218,7 @@ fn loss<T: Element, X: Products<T>>(
         let targets = Targets::new(objective, operands.sizes, rows)?;
         let so_far = objective.so_far().filter(|_| needs_grad.weight).and_then(SoFar::take);
         let so_far = so_far.map(|so_far| take_values(&so_far.to_dtype(T::Acc::DTYPE)?)).transpose()?;
-        let rounds = X::rounds()
+        let rounds = X::rounds_gradients()
             && plan.computation == Computation::OnePass
             && plan.chunks().nth(1).is_none()
             && rows == operands.sizes.vocab;
@@ -226,8 +226,8 @@ fn loss<T: Element, X: Products<T>>(
         let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, so_far, rounds);
         let (losses, mut gradients, ranks) = match plan.computation {
             Computation::OnePass => {
-                let pass = OnePass::new(products, inputs, &targets, gradients, needs_grad, plan);
-                let mut pass = pass.with_shard(objective.shard());
+                let request = OnePassRequest::Loss { targets: &targets, shard: objective.shard() };
+                let mut pass = OnePass::new(products, inputs, request, gradients, needs_grad, plan);
                 pass.run_loss(plan, needs_grad)?;
                 (pass.losses, pass.gradients, pass.ranks)
             }
@@ -256,7 +256,7 @@ fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
         let mut passes = TwoPasses::new(products, inputs, plan);
         let mut log_probs = filled(O::zero(), positions * vocab);
         for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
+            passes.first_product(positions.clone())?;
             let to = &mut log_probs[positions.start * vocab..positions.end * vocab];
             passes.log_prob_rows(positions, to);
         }

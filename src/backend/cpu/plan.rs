@@ -81,7 +81,7 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
     };
     let per_position = components * per_row;
     // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
-    let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds());
+    let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds_gradients());
     let enough_rows = match tiles {
         _ if task.few_rows => DECODING_ROWS,
         _ if task.top_k.is_some() && keeps_logits => default::CPU_ROWS_OF_RANKING,

@@ -9,7 +9,7 @@ use super::objective::components::PositionLoss;
 use super::objective::listed_ids::Candidates;
 use super::objective::results::{results, BufferedGradients};
 use super::objective::targets::Targets;
-use super::one_pass::OnePass;
+use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Element;
 use super::operands::inputs::Inputs;
 use super::served::Products;
@@ -38,11 +38,10 @@ pub(super) fn scores<T: Element, X: Products<T>>(
         match plan.computation {
             Computation::OnePass => {
                 let (inputs, none) = (inputs.tempered(scored.temperature), BufferedGradients::none(sizes));
-                let targets = Targets::none(sizes);
-                let pass = OnePass::new(products, inputs, &targets, none, NeedsGrad::default(), plan);
-                let mut pass = pass.with_candidates(&candidates, scored);
+                let request = OnePassRequest::Scores { candidates: &candidates, scored };
+                let mut pass = OnePass::new(products, inputs, request, none, NeedsGrad::default(), plan);
                 for positions in plan.chunks() {
-                    pass.logits(positions)?;
+                    pass.first_product(positions)?;
                     scores.extend(pass.scores(&candidates, scored));
                     are_argmax.extend(pass.are_argmax(&candidates));
                 }
@@ -50,7 +49,7 @@ pub(super) fn scores<T: Element, X: Products<T>>(
             Computation::TwoPasses => {
                 let mut passes = TwoPasses::new(products, inputs, plan);
                 for positions in plan.chunks() {
-                    passes.logits(positions.clone())?;
+                    passes.first_product(positions.clone())?;
                     let (of_chunk, argmax) = passes.score_rows(positions, &candidates, scored);
                     scores.extend(of_chunk);
                     are_argmax.extend(argmax);
@@ -82,17 +81,17 @@ pub(super) fn score_loss<T: Element, X: Products<T>>(
         match plan.computation {
             Computation::OnePass => {
                 let inputs = inputs.tempered(scored.temperature);
-                let pass = OnePass::new(products, inputs, &none, gradients, needs_grad, plan);
-                let mut pass = pass.with_candidates(&candidates, scored);
+                let request = OnePassRequest::Scores { candidates: &candidates, scored };
+                let mut pass = OnePass::new(products, inputs, request, gradients, needs_grad, plan);
                 for positions in plan.chunks() {
-                    pass.logits(positions.clone())?;
+                    pass.first_product(positions.clone())?;
                     let scores = pass.scores(&candidates, scored);
                     let upstream: Vec<T::Acc> = evaluated(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
                         let (first, power) = (positions.start, T::Acc::from_f64(1.0));
                         let targets = Targets::of_scores(scored, &candidates, &upstream, first, power, sizes);
                         pass.objective_rows(&targets);
-                        pass.gradients_of_rows(positions, needs_grad)?;
+                        pass.chunk_gradients(positions, needs_grad)?;
                     }
                 }
                 results(sizes, needs_grad, &none, &losses, pass.gradients)
@@ -100,14 +99,14 @@ pub(super) fn score_loss<T: Element, X: Products<T>>(
             Computation::TwoPasses => {
                 let mut passes = TwoPasses::new(products, inputs, plan).with_targets(&none, gradients);
                 for positions in plan.chunks() {
-                    passes.logits(positions.clone())?;
+                    passes.first_product(positions.clone())?;
                     let (scores, _) = passes.score_rows(positions.clone(), &candidates, scored);
                     let upstream: Vec<T::Acc> = evaluated(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
                         let (first, power) = (positions.start, T::Acc::from_f64(1.0 / scored.temperature));
                         let targets = Targets::of_scores(scored, &candidates, &upstream, first, power, sizes);
                         passes.objective_rows(&targets, positions.clone())?;
-                        passes.gradients_of_rows(positions, needs_grad)?;
+                        passes.chunk_gradients(positions, needs_grad)?;
                     }
                 }
                 results(sizes, needs_grad, &none, &losses, passes.gradients)

@@ -8,7 +8,7 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::objective::results::BufferedGradients;
 use super::objective::targets::Targets;
-use super::one_pass::OnePass;
+use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::with_type;
 use super::operands::inputs::Inputs;
 use super::plan::{computation, plan};
@@ -420,7 +420,8 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
                 let columns = operands.adapter_columns()?;
                 let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, None, false);
                 let format = Vectors(Isa::detected()?);
-                let allocated = OnePass::new(format, inputs, &targets, gradients, needs_grad, &plan).allocated();
+                let request = OnePassRequest::Loss { targets: &targets, shard: None };
+                let allocated = OnePass::new(format, inputs, request, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if needs_grad != ALL {
                     return Ok(());

@@ -314,7 +314,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
 }
 
 impl<G: Gpu> Steps for LossChunks<'_, G> {
-    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
+    fn first_product(&mut self, positions: Range<usize>) -> Result<()> {
         self.chunks.compute_logits(&positions, self.arguments(&positions))?;
         match &self.targets {
             DeviceTargets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
@@ -322,7 +322,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         }
     }
 
-    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
+    fn objective(&mut self, positions: Range<usize>) -> Result<()> {
         self.target_losses(&positions)?;
         self.soft_losses(&positions)?;
         let Some(gradients) = &self.gradients else { return Ok(()) };

@@ -48,15 +48,15 @@ pub(super) fn score_loss<G: Gpu>(
     let mut loss = LossChunks::new(chunks, objective, DeviceTargets::Scored(&scores), None, needs_grad)?;
     let mut values = Vec::new();
     for positions in plan.chunks() {
-        loss.logits(positions.clone())?;
+        loss.first_product(positions.clone())?;
         scores.compute(&loss.chunks, &positions, loss.arguments(&positions))?;
         let (chunk_values, upstream) = terms(positions.clone(), &scores.scores(positions.clone())?)?;
         values.push(chunk_values);
         if needs_grad.any() {
             let mass_bounds = scores.take_upstream(&loss.chunks, &positions, upstream, &loss.objective)?;
             loss.objective.normalize(gpu, &mass_bounds, operands)?;
-            loss.loss_rows(positions.clone())?;
-            loss.gradients_of_rows(positions, needs_grad)?;
+            loss.objective(positions.clone())?;
+            loss.chunk_gradients(positions, needs_grad)?;
         }
     }
     let (positions, device) = (operands.sizes.positions, operands.contexts.device());

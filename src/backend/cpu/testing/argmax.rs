@@ -52,7 +52,8 @@ fn is_correct<T: Served>(
         let gradients = BufferedGradients::none(sizes);
         let losses = match computation {
             Computation::OnePass => {
-                let mut pass = OnePass::new(Vectors(isa), inputs, &targets, gradients, none, &plan);
+                let request = OnePassRequest::Loss { targets: &targets, shard: None };
+                let mut pass = OnePass::new(Vectors(isa), inputs, request, gradients, none, &plan);
                 pass.run_loss(&plan, none)?;
                 pass.losses
             }

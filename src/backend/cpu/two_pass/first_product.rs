@@ -20,7 +20,7 @@ use crate::backend::cpu::operands::matrix::{transpose, DecoderMatrix, DecoderVie
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, Registers};
-use crate::backend::cpu::products::rows_in_lanes::{ContextPanel, RowsInLanes, Widened};
+use crate::backend::cpu::products::rows_in_lanes::{ContextPanel, RowsInLanes, WidenRow};
 use crate::backend::cpu::vector::simd::{Float, Isa};
 
 /// Maximum rows of other results that have the bits of decoding.
@@ -137,7 +137,7 @@ impl<T: Element> FirstProduct<T> for Vectors {
     }
 
     fn workspace(self, d: usize, vocab: usize) -> Workspace {
-        let Registers { width, lanes, .. } = Registers::of::<T::Acc>(self.0);
+        let Registers { width, lanes, .. } = Registers::for_isa::<T::Acc>(self.0);
         let ids = ids_at_a_time::<T::Acc>(d).min(vocab);
         let (widened, element) = (if T::IS_ACC { 0 } else { d }, size_of::<T::Acc>());
         let per_thread = (ids * (widened + width) + 3 * CACHE_LINE) * element;
@@ -151,13 +151,13 @@ impl<T: Element> FirstProduct<T> for Vectors {
         decoder: &DecoderView<'_, T>,
         positions: Positions,
     ) -> PackedContexts<'c, T::Acc> {
-        let Registers { lanes, .. } = Registers::of::<T::Acc>(self.0);
+        let Registers { lanes, .. } = Registers::for_isa::<T::Acc>(self.0);
         let d = decoder.width();
         let rows = contexts.len() / d;
         let rows = if rows <= LIKE_DECODING { positions.components } else { positions.rows_of_form(rows) };
         // Lanes without a row cost as much as others, and panels need widened numbers.
         let most = if T::IS_ACC { (lanes / 2).max(1) } else { lanes };
-        if decoder.weight.transposed || rows > most {
+        if decoder.weight.is_transposed || rows > most {
             return PackedContexts::Panels(Panels::new(self.0, contexts, d));
         }
         let of_part = |columns: Range<usize>| {
@@ -167,7 +167,7 @@ impl<T: Element> FirstProduct<T> for Vectors {
                 Cow::Borrowed(contexts)
             }
         };
-        PackedContexts::Rows(decoder.parts().map(|(columns, _)| of_part(columns)).collect())
+        PackedContexts::Rows(decoder.matrices().map(|(columns, _)| of_part(columns)).collect())
     }
 
     fn multiply(
@@ -180,11 +180,11 @@ impl<T: Element> FirstProduct<T> for Vectors {
     ) {
         match contexts {
             PackedContexts::Rows(parts) => {
-                for (contexts, (columns, matrix)) in parts.iter().zip(decoder.parts()) {
+                for (contexts, (columns, matrix)) in parts.iter().zip(decoder.matrices()) {
                     let d = columns.len();
                     let decoder = &matrix.values[ids.start * d..ids.end * d];
-                    let (add, to) = (columns.start > 0, &mut *tile);
-                    T::Acc::dispatch(self.0, DecoderDots { contexts, decoder, d, add, to });
+                    let (is_added, to) = (columns.start > 0, &mut *tile);
+                    T::Acc::dispatch(self.0, DecoderDots { contexts, decoder, d, is_added, to });
                 }
             }
             PackedContexts::Panels(panels) => self.multiply_panels(panels, decoder, ids, tile, buffers),
@@ -194,7 +194,7 @@ impl<T: Element> FirstProduct<T> for Vectors {
 
 impl<F: Float> Panels<F> {
     fn new(isa: Isa, contexts: &[F], d: usize) -> Self {
-        let Registers { width, lanes, .. } = Registers::of::<F>(isa);
+        let Registers { width, lanes, .. } = Registers::for_isa::<F>(isa);
         let rows = contexts.len() / d;
         let vectors = rows.div_ceil(lanes);
         // All panels have nearly the same width.
@@ -232,7 +232,7 @@ impl Vectors {
         let widest = panels.iter().map(|panel| panel.width).max().unwrap_or(0);
         for first in ids.clone().step_by(ids_at_a_time::<T::Acc>(d)) {
             let block = first..ids.end.min(first + ids_at_a_time::<T::Acc>(d));
-            let parts = decoder.parts().zip(&mut *widened);
+            let parts = decoder.matrices().zip(&mut *widened);
             let left: Vec<_> = parts.map(|((_, matrix), buffer)| self.left(matrix, block.clone(), buffer)).collect();
             let products = products.at_least(block.len() * widest);
             let mut packed = &packed[..];
@@ -253,23 +253,23 @@ impl Vectors {
         ids: Range<usize>,
         buffer: &'b mut Aligned<T::Acc>,
     ) -> Left<'b, T::Acc> {
-        let DecoderMatrix { values, vocab, width, transposed } = matrix;
+        let DecoderMatrix { values, vocab, width, is_transposed } = matrix;
         let depth = width;
         if let Some(values) = T::as_acc(values) {
-            return if transposed {
+            return if is_transposed {
                 Left { values: &values[ids.start..], row: 1, step: vocab, depth }
             } else {
                 Left { values: &values[ids.start * width..ids.end * width], row: width, step: 1, depth }
             };
         }
         let to = buffer.at_least(ids.len() * width);
-        if transposed {
+        if is_transposed {
             for (to, values) in to.chunks_exact_mut(ids.len()).zip(values.chunks_exact(vocab)) {
-                T::Acc::dispatch(self.0, Widened { values: &values[ids.clone()], to });
+                T::Acc::dispatch(self.0, WidenRow { values: &values[ids.clone()], to });
             }
             return Left { values: to, row: 1, step: ids.len(), depth };
         }
-        T::Acc::dispatch(self.0, Widened { values: &values[ids.start * width..ids.end * width], to: &mut *to });
+        T::Acc::dispatch(self.0, WidenRow { values: &values[ids.start * width..ids.end * width], to: &mut *to });
         Left { values: to, row: width, step: 1, depth }
     }
 }
@@ -309,21 +309,21 @@ mod tests {
     }
 
     /// Compares the products with sums in f64; nothing beyond them is written.
-    fn check<T: Element>((rows, components): (usize, usize), ids: usize, widths: [usize; 2], transposed: bool) {
+    fn check<T: Element>((rows, components): (usize, usize), ids: usize, widths: [usize; 2], is_transposed: bool) {
         let d = widths[0] + widths[1];
         let contexts: Vec<T::Acc> = values::<T>(rows * d, 1).into_iter().map(Element::widen).collect();
         // The product is of some ids within a larger vocabulary.
         let (vocab, first) = (ids + 5, 3);
         let (weight, adapter) = (values::<T>(vocab * widths[0], 2), values::<T>(vocab * widths[1], 3));
-        let matrix = |values, width, transposed| DecoderMatrix { values, vocab, width, transposed };
+        let matrix = |values, width, is_transposed| DecoderMatrix { values, vocab, width, is_transposed };
         let adapter_matrix = matrix(&adapter[..], widths[1], false);
         let decoder = DecoderView {
-            weight: matrix(&weight[..], widths[0], transposed),
+            weight: matrix(&weight[..], widths[0], is_transposed),
             adapter: (widths[1] > 0).then_some(adapter_matrix),
         };
         let element = |id: usize, column: usize| match column.checked_sub(widths[0]) {
             Some(column) => f64_of(adapter[id * widths[1] + column]),
-            None if transposed => f64_of(weight[column * vocab + id]),
+            None if is_transposed => f64_of(weight[column * vocab + id]),
             None => f64_of(weight[id * widths[0] + column]),
         };
         for isa in Isa::available() {
@@ -339,7 +339,7 @@ mod tests {
                 let product = |j: usize| Real::f64(contexts[row * d + j]) * element(first + id, j);
                 let expected = if id < ids { (0..d).map(product).sum() } else { MARK };
                 let what =
-                    format!("{} {:?} {rows} {components} {ids} {widths:?} {transposed}", isa.kernels(), T::DTYPE);
+                    format!("{} {:?} {rows} {components} {ids} {widths:?} {is_transposed}", isa.kernels(), T::DTYPE);
                 let found = Real::f64(found);
                 assert!((found - expected).abs() < 1e-4, "{what}: {found} {expected} at {row}, {id}");
             }
@@ -350,11 +350,11 @@ mod tests {
     fn products_equal_sums_in_f64() {
         for (rows, components) in [(1, 1), (6, 3), (13, 1), (15, 15), (17, 17), (70, 10), (0, 15)] {
             for (ids, widths) in [(1, [1, 0]), (7, [5, 0]), (50, [37, 0]), (97, [16, 3]), (33, [600, 9])] {
-                for transposed in [false, true] {
-                    check::<f32>((rows, components), ids, widths, transposed);
-                    check::<f64>((rows, components), ids, widths, transposed);
-                    check::<bf16>((rows, components), ids, widths, transposed);
-                    check::<f16>((rows, components), ids, widths, transposed);
+                for is_transposed in [false, true] {
+                    check::<f32>((rows, components), ids, widths, is_transposed);
+                    check::<f64>((rows, components), ids, widths, is_transposed);
+                    check::<bf16>((rows, components), ids, widths, is_transposed);
+                    check::<f16>((rows, components), ids, widths, is_transposed);
                 }
             }
         }

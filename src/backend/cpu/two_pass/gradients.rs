@@ -60,7 +60,7 @@ pub(super) fn context_gradient<T: Element>(
     decoder: DecoderView<'_, T>,
 ) {
     let rows = gradient.len() / d;
-    for (columns, matrix) in decoder.parts() {
+    for (columns, matrix) in decoder.matrices() {
         let gradient = &mut gradient[columns.start.min(rows * d)..];
         of_columns(ViewMut::new(gradient, rows, columns.len(), d), logit_gradient, stride, matrix);
     }

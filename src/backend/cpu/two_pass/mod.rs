@@ -412,7 +412,7 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
 }
 
 impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
-    fn logits(&mut self, chunk: Range<usize>) -> Result<()> {
+    fn first_product(&mut self, chunk: Range<usize>) -> Result<()> {
         let d = self.inputs.sizes.context_dim;
         let Inputs { logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
         let (isa, scale, softcap) = (self.product.isa(), *scale, *softcap);
@@ -436,7 +436,7 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
         self.join_ranks(chunk)
     }
 
-    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
+    fn objective(&mut self, positions: Range<usize>) -> Result<()> {
         if let Some(targets) = self.targets {
             self.objective_rows(targets, positions)?;
         }

@@ -12,9 +12,9 @@ use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::{DecoderView, ViewMut};
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::{Tiles, Vectors};
-use crate::backend::cpu::tiles::product::{PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::product::{SquareProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
-use crate::backend::cpu::tiles::squares::store_lines;
+use crate::backend::cpu::tiles::squares::{store_lines, Grid};
 use crate::backend::cpu::tiles::transpose;
 use crate::backend::cpu::vector::simd::{Float, Isa};
 
@@ -67,7 +67,7 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
     fn contexts<'c>(self, contexts: &'c [f32], decoder: &DecoderView<'_, T>, positions: Positions) -> TileContexts<'c> {
         let d = decoder.width();
         let most = if T::DTYPE == DType::BF16 { MOST_FEW } else { MOST_FEW_OF_WIDE };
-        if positions.rows_of_form(contexts.len() / d) <= most && !decoder.weight.transposed {
+        if positions.rows_of_form(contexts.len() / d) <= most && !decoder.weight.is_transposed {
             return TileContexts::Few(Vectors(self.isa).contexts(contexts, decoder, positions));
         }
         let across = d.div_ceil(SIDE);
@@ -78,7 +78,7 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
             |rounded, (squares, values)| {
                 let rounded = &mut rounded[..values.len()];
                 f32::dispatch(self.isa, RoundedRow { values, to: rounded });
-                store_lines(rounded.chunks_exact(d), 1, across, squares);
+                store_lines(rounded.chunks_exact(d), Grid { down: 1, across }, squares);
             },
         );
         TileContexts::Squares(squares)
@@ -109,7 +109,14 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
                 let rows = top..tile.rows.min(top + ROWS);
                 let down = rows.len().div_ceil(SIDE);
                 let sums = sums.at_least(down * SIDE * width);
-                self.unit.multiply_squares((&contexts[top * depth * SIDE..], pairs), depth, sums, (down, width));
+                self.unit.multiply_squares(SquareProduct {
+                    left: &contexts[top * depth * SIDE..],
+                    right: pairs,
+                    depth,
+                    to: sums,
+                    rows: down,
+                    width,
+                });
                 for (row, sums) in rows.zip(sums.chunks_exact(width)) {
                     let of_block = block.start - ids.start..block.end - ids.start;
                     tile.row_mut(row)[of_block].copy_from_slice(&sums[..block.len()]);

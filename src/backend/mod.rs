@@ -52,12 +52,12 @@ macro_rules! on_device {
             }
             #[cfg(feature = "cuda")]
             device @ Device::Cuda(_) => {
-                let $backend = gpu::On(cuda::Cuda::from_device(device)?);
+                let $backend = gpu::GpuBackend(cuda::Cuda::from_device(device)?);
                 $call
             }
             #[cfg(feature = "metal")]
             device @ Device::Metal(_) => {
-                let $backend = gpu::On(metal::Metal::from_device(device)?);
+                let $backend = gpu::GpuBackend(metal::Metal::from_device(device)?);
                 $call
             }
             #[allow(unreachable_patterns)] // unreachable with both features

@@ -70,10 +70,10 @@ pub enum Error {
         /// The actual value.
         got: String,
     },
-    /// A token id is not in the vocabulary, and not the ignored index of targets.
+    /// A token id is not in the vocabulary, and is not the ignored index of targets.
     #[error(
         "{argument}: {got} at position {position} is not in 0..{vocab_size}, the vocabulary{}",
-        about_ignored(argument, *got)
+        ignored_target_hint(argument, *got)
     )]
     Target {
         /// The argument's name: the targets of a loss, token ids that are scored, or those of a teacher's list.
@@ -100,28 +100,28 @@ pub enum Error {
         /// The first such position in the flattened leading dimensions.
         position: usize,
     },
-    /// A distribution has log-probabilities that are NaN or plus infinity, as those of logits that have overflowed are.
+    /// A distribution has log-probabilities that are NaN or plus infinity, as they are if logits have overflowed.
     #[error("the distribution at position {position} is NaN or infinite")]
     Distribution {
         /// The first such position in the flattened hidden states.
         position: usize,
     },
-    /// The divergence of a student from a teacher is infinite: one of them gives no probability to what the other may
-    /// say, see [`Divergence`](crate::distill::Divergence).
+    /// The divergence of a student from a teacher is infinite: one of them gives no probability to an id that the other
+    /// may draw, see [`Divergence`](crate::distill::Divergence).
     #[error("the divergence at position {position} is infinite: student and teacher have other possible ids")]
     InfiniteDivergence {
         /// The first such position in the flattened leading dimensions.
         position: usize,
     },
-    /// No outcome of a distribution is possible: its log-probabilities are all minus infinity. Those that a head computes on
-    /// a GPU are NaN then, which is [`Error::Distribution`].
+    /// No outcome of a distribution is possible: its log-probabilities are all minus infinity. A head on a GPU computes
+    /// NaN instead, which is [`Error::Distribution`].
     #[error("no outcome of the distribution at position {position} is possible")]
     Impossible {
         /// The first such position in the flattened hidden states.
         position: usize,
     },
-    /// A number of a position is out of range: one that is given as a log-probability is above zero, or constraints make
-    /// a logit NaN or infinite.
+    /// A number of a position is out of range: a given log-probability is above zero, or constraints make a logit NaN
+    /// or infinite.
     #[error("{argument}: expected {expected}, got {got} at index {index} of position {position}")]
     Value {
         /// The name of the numbers.
@@ -130,21 +130,21 @@ pub enum Error {
         expected: &'static str,
         /// The first such position in the flattened leading dimensions.
         position: usize,
-        /// The token id; of priors the component.
+        /// The token id, or the component if the numbers are priors.
         index: usize,
         /// The number.
         got: f64,
     },
-    /// A request cannot be answered, and with it none of its batch, see
+    /// A request cannot be answered, and therefore no request of its batch is, see
     /// [`TokenRequest::check`](crate::decode::TokenRequest::check).
     #[error("request {index}: {error}")]
     Request {
-        /// The place of the first such request among those that are given.
+        /// The index of the first such request in the batch.
         index: usize,
-        /// What is wrong with it; the message has it.
+        /// The error of this request, which the message includes.
         error: Box<Error>,
     },
-    /// A head does not support an option. Heads never ignore one silently.
+    /// A head does not support an option. No head ignores an option silently.
     #[error("{option}: not supported by {head}")]
     Unsupported {
         /// The option.
@@ -158,50 +158,50 @@ pub enum Error {
         least.saturating_sub(*fixed)
     )]
     Workspace {
-        /// The smallest sufficient budget for these shapes. On the CPU, one thread computes with it; with a budget that
-        /// is too small for all threads, fewer compute.
+        /// The smallest sufficient budget for these shapes. On the CPU one thread computes with this budget; if a
+        /// budget does not suffice for all threads, fewer threads compute.
         least: usize,
-        /// The part of it that does not depend on the number of positions: what a call needs at all, and a thread of the
-        /// CPU. The rest is for a chunk of one position.
+        /// The part of `least` that does not depend on the number of positions: the needs of any call, and of one
+        /// thread on the CPU. The remaining bytes are for a chunk of one position.
         fixed: usize,
         /// The requested budget.
         got: usize,
     },
     /// Variables have no gradient after a backward pass, see [`Loss::check_gradients`](crate::Loss::check_gradients).
-    #[error("{} of {variables} variables have no gradient: {}. {DETACHING}", names.len(), listed(names))]
+    #[error("{} of {variables} variables have no gradient: {}. {DETACHING}", names.len(), join_names(names))]
     MissingGradients {
         /// The variables without a gradient, in alphabetical order.
         names: Vec<String>,
         /// The number of all variables.
         variables: usize,
     },
-    /// The ranks of a distributed program call with different arguments, or another rank has an error of its own.
-    #[error("{argument}{}: expected the same on every rank, got {of_ranks:?}", first_of(element))]
+    /// The ranks of a distributed program make calls with different arguments, or another rank has an error of its own.
+    #[error("{argument}{}: expected the same on every rank, got {values:?}", first_difference(element))]
     Ranks {
         /// What differs.
         argument: &'static str,
         /// The first element that differs, by this rank's name of it, where the argument is a list of named ones.
         element: Option<String>,
-        /// A number for each rank that stands for it: a size, or one that is made from all values.
-        of_ranks: Vec<f64>,
+        /// The number of each rank that stands for it: a size, or a number that is computed from all values.
+        values: Vec<f64>,
     },
-    /// Ranks of a distributed program have not come to an operation of all in time, or the operation has not ended in time.
-    /// The others can do nothing more together.
+    /// Ranks of a distributed program have not come in time to an operation that all ranks run together, or it has not
+    /// ended in time. The other ranks can run no more operations together.
     #[error("ranks {ranks:?}: expected an answer within {limit:?}, got none")]
     Timeout {
-        /// The ranks that have not come, or, if all have, all other ranks; by their numbers in the whole program.
+        /// The ranks that have not come, or all other ranks if all have come; by their numbers in the whole program.
         ranks: Vec<usize>,
-        /// How long the others have waited.
+        /// The time that the others have waited.
         limit: Duration,
     },
-    /// A file of a checkpoint cannot be read or written, or does not hold what is asked of it.
+    /// A file of a checkpoint cannot be read or written, or does not hold what the caller asks for.
     #[error("{}: expected {expected}, got {got}", file.display())]
     Checkpoint {
         /// The file.
         file: PathBuf,
-        /// What the file should be or hold.
+        /// The content that was expected.
         expected: String,
-        /// What it is or holds.
+        /// The content that was found.
         got: String,
     },
     /// candle reported an error.
@@ -237,7 +237,7 @@ pub enum OptionName {
     LabelSmoothing,
     /// [`LossOptions::z_loss`](crate::LossOptions::z_loss)
     ZLoss,
-    /// [`OutputLayer::log_probs`](crate::OutputLayer::log_probs), and what is computed from them
+    /// [`OutputLayer::log_probs`](crate::OutputLayer::log_probs), and results that are computed from them
     LogProbs,
     /// [`ScoreOptions::entropy`](crate::score::ScoreOptions::entropy) or
     /// [`PolicyOptions::entropy`](crate::policy::PolicyOptions::entropy)
@@ -289,15 +289,15 @@ impl fmt::Display for OptionName {
     }
 }
 
-/// Why variables have no gradient, and what to do about it.
+/// The reason why variables have no gradient, and what a caller can do about it.
 const DETACHING: &str = "The loss does not depend on them, or only through an operation of candle without a backward \
     pass, which detaches its result: use RmsNorm::forward_diff in place of forward (ops::rms_norm), \
     ops::layer_norm_slow in place of LayerNorm::forward with a bias (ops::layer_norm), rotary_emb::rope_slow or \
     rope_i_slow in place of rope, rope_i and rope_thd, and ops::softmax in place of ops::softmax_last_dim and ops::sdpa";
 
-/// What a target outside the vocabulary usually means: a negative one, which u32 holds as a number from 2^31 on, marks
-/// positions to be ignored. Other token ids cannot be ignored.
-fn about_ignored(argument: &str, target: i64) -> String {
+/// Returns a hint on ignored targets: a negative target, which u32 holds as a number from 2^31 on, usually marks a
+/// position that is to be ignored. Other token ids cannot be ignored, and get no hint.
+fn ignored_target_hint(argument: &str, target: i64) -> String {
     let wrapped = u32::try_from(target).map_or(0, |target| target as i32);
     match (argument, wrapped) {
         ("targets", ..0) => {
@@ -308,13 +308,13 @@ fn about_ignored(argument: &str, target: i64) -> String {
     }
 }
 
-/// The first element of a list that differs, if it is known.
-fn first_of(element: &Option<String>) -> String {
+/// Returns the part of a message that names the first element that differs, if it is known.
+fn first_difference(element: &Option<String>) -> String {
     element.as_ref().map_or(String::new(), |element| format!(", first at {element}"))
 }
 
-/// Lists the first names, and how many more there are.
-fn listed(names: &[String]) -> String {
+/// Joins the first names, and says how many more there are.
+fn join_names(names: &[String]) -> String {
     const SHOWN: usize = 8;
     match names.len().checked_sub(SHOWN) {
         None | Some(0) => names.join(", "),
@@ -332,7 +332,7 @@ impl From<Error> for candle_core::Error {
 }
 
 impl Error {
-    /// The error with the name of an argument that it is checked under by another name.
+    /// Renames the argument `from` in the error of a function that was called with it for the argument `to`.
     pub(crate) fn renamed(mut self, from: &'static str, to: &'static str) -> Self {
         match &mut self {
             Error::Shape { argument, .. }
@@ -350,8 +350,8 @@ impl Error {
         self
     }
 
-    /// An error of some of the positions, with its position among all.
-    pub(crate) fn among(mut self, positions: &[u32]) -> Self {
+    /// Replaces the position in an error of a computation for these positions alone: i becomes `positions[i]`.
+    pub(crate) fn with_position_from(mut self, positions: &[u32]) -> Self {
         match &mut self {
             Error::Target { position, .. }
             | Error::NotAllowed { position, .. }
@@ -359,8 +359,8 @@ impl Error {
             | Error::Distribution { position }
             | Error::Impossible { position }
             | Error::Value { position, .. } => {
-                if let Some(&of_all) = positions.get(*position) {
-                    *position = of_all as usize;
+                if let Some(&original) = positions.get(*position) {
+                    *position = original as usize;
                 }
             }
             _ => {}
@@ -368,14 +368,17 @@ impl Error {
         self
     }
 
+    /// Makes the error of a tensor with another shape than `expected`.
     pub(crate) fn shape(argument: &'static str, expected: impl Into<String>, got: &[usize]) -> Self {
         Error::Shape { argument, expected: expected.into(), got: format!("{got:?}") }
     }
 
+    /// Makes the error of a number or an option that is out of range.
     pub(crate) fn config(argument: &'static str, expected: impl Into<String>, got: impl ToString) -> Self {
         Error::Config { argument, expected: expected.into(), got: got.to_string() }
     }
 
+    /// Makes the error of a file that is not, or does not hold, what is expected.
     pub(crate) fn checkpoint(file: &Path, expected: impl Into<String>, got: impl ToString) -> Self {
         Error::Checkpoint { file: file.to_owned(), expected: expected.into(), got: got.to_string() }
     }

@@ -6,8 +6,9 @@ use crate::error::Result;
 use crate::heads::{MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
 use crate::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 
-/// A head and its configuration: what a file of weights does not hold, and is saved beside it. A mixture's activation, the
-/// logit scale and the softcap are in no tensor, and from weights alone a head with other ones is made without an error.
+/// The kind of a head and its configuration, to be saved beside a file of weights, which does not hold them. A
+/// mixture's activation, the logit scale and the softcap are in no tensor: weights alone load into a head with other
+/// ones without an error.
 ///
 /// # Examples
 ///
@@ -75,11 +76,11 @@ pub enum HeadConfig {
 }
 
 impl HeadConfig {
-    /// The head, with variables of its own.
+    /// Builds the head, with variables of its own.
     ///
     /// # Errors
     ///
-    /// As for `new` of the head.
+    /// The errors of the head's `new`.
     pub fn build(&self, vb: VarBuilder) -> Result<Box<dyn OutputLayer>> {
         Ok(match self {
             HeadConfig::Softmax(config) => Box::new(SoftmaxHead::new(config, vb)?),

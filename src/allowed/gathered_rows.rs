@@ -31,7 +31,7 @@ pub(super) fn gathered(mixture: &Mixture, ids: &[u32]) -> Result<(Mixture, Vec<L
 
 /// Some rows of a matrix.
 fn rows(matrix: &Tensor, ids: &[u32], leaves: &mut Vec<Leaf>) -> Result<Tensor> {
-    let rows = id_lists::rows_of(&matrix.detach(), &Tensor::new(ids, matrix.device())?)?;
+    let rows = id_lists::matrix_rows(&matrix.detach(), &Tensor::new(ids, matrix.device())?)?;
     let (ids, all, none) = (ids.to_vec(), matrix.dim(0)?, nothing_like(matrix)?);
     let rows = attach("rows of the decoder", rows, [matrix, &none, &none], move |_, _, upstream| {
         Ok([Some(backend::scattered_rows(&upstream.contiguous()?, &ids, all)?), None, None])

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::tensors::id_lists::{sorted, IdLists, Restriction};
+use crate::tensors::id_lists::{sorted_unique, IdLists, Restriction};
 
 /// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each,
 /// such as what a sampler kept of the distribution. [`Mixture::restricted`](crate::Mixture::restricted) and
@@ -56,7 +56,7 @@ enum Sets {
 impl AllowedIds {
     /// The same ids at all positions.
     pub fn new(token_ids: &[u32]) -> Self {
-        Self::from_sets(Sets::Shared(sorted(token_ids.to_vec()), None))
+        Self::from_sets(Sets::Shared(sorted_unique(token_ids.to_vec()), None))
     }
 
     /// The ids whose place in a mask is not zero, at all positions.

@@ -6,7 +6,7 @@ use super::ids::AllowedIds;
 use super::restricted_mixture::RestrictedMixture;
 use crate::decoding::{Sampler, TopK};
 use crate::error::Result;
-use crate::heads::{loss_of_scores, MixtureLayer, OutputLayer};
+use crate::heads::{policy_loss_from_scores, MixtureLayer, OutputLayer};
 use crate::loss::{Loss, LossOptions, Request};
 use crate::mixture::{DistillOptions, Distillation, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
@@ -107,7 +107,7 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
         let scores = mixture.restricted(&self.allowed.select(&terms.positions))?;
         let scores = scores.score(&terms.token_ids, &options.scores());
-        loss_of_scores(&terms, scores.map_err(|error| error.among(&terms.positions))?)
+        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
@@ -116,9 +116,10 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
         let positions = distillation.positions();
         let mixture = mixture.restricted(&self.allowed.select(positions))?;
-        let scores =
-            |ids: &Tensor, options: &ScoreOptions| mixture.score(ids, options).map_err(|error| error.among(positions));
-        distillation.composed(|| mixture.log_probs().map_err(|error| error.among(positions)), scores)
+        let scores = |ids: &Tensor, options: &ScoreOptions| {
+            mixture.score(ids, options).map_err(|error| error.with_position_from(positions))
+        };
+        distillation.composed(|| mixture.log_probs().map_err(|error| error.with_position_from(positions)), scores)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {

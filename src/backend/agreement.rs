@@ -120,7 +120,7 @@ pub(crate) fn agree<T>(
             }
         };
         if number.tolerance.is_finite() && !values.iter().copied().all(is_same) {
-            return Err(Error::Ranks { argument: number.argument, element: None, of_ranks: values.clone() });
+            return Err(Error::Ranks { argument: number.argument, element: None, values: values.clone() });
         }
     }
     Ok((checked, exchanged.split_off(call_numbers.len())))

@@ -122,7 +122,7 @@ impl VocabShard {
         let least = chunks.iter().copied().fold(f64::INFINITY, f64::min);
         if least < 0.0 {
             // Another rank's budget does not suffice.
-            Err(Error::Ranks { argument: "workspace_bytes for a position", element: None, of_ranks: chunks })
+            Err(Error::Ranks { argument: "workspace_bytes for a position", element: None, values: chunks })
         } else {
             Ok(plan.with_positions_per_chunk(least as usize))
         }

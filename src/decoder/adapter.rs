@@ -1,12 +1,12 @@
-//! A low-rank adapter of the decoder: its weight becomes `W + s B A`, a sum that is never formed (Hu et al., 2021,
+//! A low-rank adapter of the decoder, whose weight becomes `W + s B A`, a sum that is never formed (Hu et al., 2021,
 //! arXiv 2106.09685).
 //!
 //! ```text
 //! z = c W^T + (s c A^T) B^T + b
 //! ```
 //!
-//! The kernels see contexts `[c, s c A^T]` of size d + r and a decoder `[W, B]`, whose two matrices they read where they
-//! lie.
+//! The kernels multiply contexts `[c, s c A^T]` of size d + r by a decoder `[W, B]`, whose two matrices they read in
+//! place.
 
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
@@ -15,7 +15,7 @@ use crate::backend;
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_alike, check_float, check_number, check_product, check_sizes, check_vocab};
-use crate::tensors::linear::layer;
+use crate::tensors::linear::{linear_layer, LinearOperands};
 
 /// The sizes and the scale of a [`LowRankAdapter`].
 ///
@@ -39,18 +39,18 @@ use crate::tensors::linear::layer;
 #[cfg_attr(feature = "serde", serde(from = "AdapterFields"))]
 #[non_exhaustive]
 pub struct LowRankConfig {
-    /// Number of token ids.
+    /// The number of token ids.
     pub vocab_size: usize,
-    /// Size of a context, d.
+    /// The size of a context, d.
     pub context_dim: usize,
     /// The rank, r.
     pub rank: usize,
-    /// The adapter is multiplied by `alpha / rank`. The default is the rank.
+    /// The numerator of the factor `alpha / rank` that multiplies the adapter. The default is the rank.
     pub alpha: f64,
 }
 
 impl LowRankConfig {
-    /// An adapter of this rank with the factor 1.
+    /// Makes the configuration of an adapter of this rank with the factor 1.
     pub fn new(vocab_size: usize, context_dim: usize, rank: usize) -> Self {
         LowRankConfig { vocab_size, context_dim, rank, alpha: rank as f64 }
     }
@@ -61,7 +61,7 @@ impl LowRankConfig {
     }
 }
 
-/// The configuration as deserialized: sizes are required, and alpha has the default of `new`.
+/// The fields of a configuration that is deserialized: sizes are required, and alpha has the default of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct AdapterFields {
@@ -82,9 +82,9 @@ impl From<AdapterFields> for LowRankConfig {
 /// Low-rank adaptation of a decoder (LoRA): `W + s B A` in place of the weight W, with A `[r, d]` and B `[vocab, r]`.
 ///
 /// [`Decoder::with_adapter`](crate::parts::Decoder::with_adapter) and [`Head::with_adapter`](crate::Head::with_adapter)
-/// add it to a decoder. The sum is never formed: beside the weight, a step holds nothing of `[vocab, d]`, unless the
-/// weight itself needs a gradient. A and B alone do not say what the factor s is: [`LowRankAdapter::save`] writes it
-/// beside them, as PEFT does, and [`LowRankAdapter::load`] reads both.
+/// add it to a decoder. The sum is never formed: unless the weight itself needs a gradient, a training step holds no
+/// other tensor of shape `[vocab, d]`. The factor s is not in A or B: [`LowRankAdapter::save`] writes it beside them,
+/// as PEFT does, and [`LowRankAdapter::load`] reads both.
 ///
 /// # Examples
 ///
@@ -126,9 +126,9 @@ pub struct LowRankAdapter {
 }
 
 impl LowRankAdapter {
-    /// An adapter with the variables `lora_A.weight` `[r, d]`, uniform within `1 / sqrt(d)`, and `lora_B.weight`
-    /// `[vocab, r]`, zero: names and initial values of Hugging Face PEFT. (Under `vb.pp("base_model.model.lm_head")` they are
-    /// the names in PEFT's file of a language model.)
+    /// Makes an adapter with the variables `lora_A.weight` `[r, d]`, uniform within `1 / sqrt(d)`, and `lora_B.weight`
+    /// `[vocab, r]`, zero, which are the names and initial values of Hugging Face PEFT. (Under
+    /// `vb.pp("base_model.model.lm_head")` they are the names in PEFT's file of a language model.)
     ///
     /// # Errors
     ///
@@ -147,7 +147,7 @@ impl LowRankAdapter {
         Self::from_tensors(a, b, alpha / rank as f64)
     }
 
-    /// An adapter from its matrices and its factor s.
+    /// Makes an adapter from its matrices and its factor s.
     ///
     /// # Shapes
     ///
@@ -174,43 +174,43 @@ impl LowRankAdapter {
         Ok(LowRankAdapter { a, b, scale })
     }
 
-    /// A, `[r, d]`.
+    /// Returns A, `[r, d]`.
     pub fn a(&self) -> &Tensor {
         &self.a
     }
 
-    /// B, `[vocab, r]`.
+    /// Returns B, `[vocab, r]`.
     pub fn b(&self) -> &Tensor {
         &self.b
     }
 
-    /// The factor s of the product B A.
+    /// Returns the factor s of the product B A.
     pub fn scale(&self) -> f64 {
         self.scale
     }
 
-    /// The rank, r.
+    /// Returns the rank, r.
     pub fn rank(&self) -> usize {
         self.a.dims()[0]
     }
 
-    /// The size of the vocabulary.
+    /// Returns the size of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.b.dims()[0]
     }
 
-    /// The size of a context, d.
+    /// Returns the size of a context, d.
     pub fn context_dim(&self) -> usize {
         self.a.dims()[1]
     }
 
-    /// The adapter as a constant.
+    /// Returns the adapter as a constant.
     pub(super) fn frozen(&self) -> Self {
         LowRankAdapter { a: self.a.detach(), b: self.b.detach(), scale: self.scale }
     }
 
-    /// Checks that it adapts a weight of this shape.
-    pub(super) fn check_adapts(&self, vocab_size: usize, context_dim: usize) -> Result<()> {
+    /// Checks that the adapter is for a weight of this shape.
+    pub(super) fn check_shape(&self, vocab_size: usize, context_dim: usize) -> Result<()> {
         if [self.vocab_size(), self.context_dim()] == [vocab_size, context_dim] {
             Ok(())
         } else {
@@ -222,18 +222,19 @@ impl LowRankAdapter {
         }
     }
 
-    /// `s c A^T`, `[rows, r]`, for contexts `[rows, d]`.
+    /// Computes `s c A^T`, `[rows, r]`, for contexts `[rows, d]`.
     pub(super) fn contexts(&self, contexts: &Tensor) -> Result<Tensor> {
         let (rows, scale) = (contexts.dim(0)?, self.scale);
         let forward = |product: Tensor, _: Option<&Tensor>| Ok((product * scale)?);
         let gradient = move |_: &Tensor, upstream: &Tensor| Ok((upstream * scale)?);
-        layer("adapter", (contexts, &self.a, None), &[rows, self.rank()], backend::matmul, forward, gradient)
+        let operands = LinearOperands { input: contexts, weight: &self.a, bias: None };
+        linear_layer("adapter", operands, &[rows, self.rank()], backend::matmul, forward, gradient)
     }
 
-    /// `W + s B A`, computed in f32 (f64 for f64), in the dtype of the weight. A constant.
+    /// Computes `W + s B A` in f32 (f64 for f64), and returns it as a constant in the dtype of the weight.
     pub(super) fn merge(&self, weight: &Tensor) -> Result<Tensor> {
         let accumulation = accumulation_dtype("decoder.weight", weight.dtype())?;
-        let [a, b, whole] = [&self.a, &self.b, weight].map(|tensor| tensor.detach().to_dtype(accumulation));
-        Ok(((b?.matmul(&a?)? * self.scale)? + whole?)?.to_dtype(weight.dtype())?)
+        let [a, b, w] = [&self.a, &self.b, weight].map(|tensor| tensor.detach().to_dtype(accumulation));
+        Ok(((b?.matmul(&a?)? * self.scale)? + w?)?.to_dtype(weight.dtype())?)
     }
 }

@@ -1,4 +1,5 @@
-//! The decoder, shared by all components: from a context to the logits.
+//! The decoder, which all components share: it computes the logits of a context, `z = c W^T + b`. Its rows W are a
+//! matrix, or are computed from spellings ([`char_cnn`]); a low-rank [`adapter`] can be added to them.
 
 mod adapter;
 mod char_cnn;
@@ -41,9 +42,9 @@ pub use char_cnn::{CharCnn, CharCnnConfig};
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct DecoderConfig {
-    /// Number of token ids.
+    /// The number of token ids.
     pub vocab_size: usize,
-    /// Size of a context, d.
+    /// The size of a context, d.
     pub context_dim: usize,
     /// Whether there is a bias. The default is true.
     pub bias: bool,
@@ -54,7 +55,7 @@ pub struct DecoderConfig {
 }
 
 impl DecoderConfig {
-    /// A decoder of these sizes, with a bias.
+    /// Makes the configuration of a decoder of these sizes, with a bias.
     pub fn new(vocab_size: usize, context_dim: usize) -> Self {
         DecoderConfig { vocab_size, context_dim, bias: true, logit_scale: 1.0, softcap: None }
     }
@@ -75,6 +76,7 @@ impl DecoderConfig {
         DecoderConfig { softcap, ..self }
     }
 
+    /// Checks the sizes and options.
     pub(crate) fn validate(&self) -> Result<()> {
         check_sizes(&[("context_dim", self.context_dim)])?;
         check_vocab(self.vocab_size)?;
@@ -83,7 +85,7 @@ impl DecoderConfig {
     }
 }
 
-/// The rows that contexts are multiplied by to give logits, and what follows the product:
+/// The rows W that are multiplied by a context, and the steps from the product to the logits:
 ///
 /// ```text
 /// z = cap tanh(scale (c W^T + b) / cap)
@@ -93,7 +95,7 @@ impl DecoderConfig {
 ///
 /// # Examples
 ///
-/// The distribution of a model that has contexts and log-priors of its own:
+/// The distribution of a model that computes contexts and log-priors itself:
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -126,16 +128,18 @@ pub struct Decoder {
     softcap: Option<f64>,
 }
 
-/// The weight, `[vocab, d]`.
+/// The decoder's weight, `[vocab, d]`.
 #[derive(Clone, Debug)]
 enum WeightRows {
+    /// The weight is a tensor.
     Matrix(Tensor),
+    /// Each call computes the rows from spellings.
     Computed(Arc<CharCnn>),
 }
 
 impl Decoder {
-    /// A decoder with the variables `decoder.weight` `[vocab, d]`, uniform within 0.1, and `decoder.bias` `[vocab]`,
-    /// zero, as in the released code of Yang et al. (2018).
+    /// Makes a decoder with the variables `decoder.weight` `[vocab, d]`, uniform within 0.1, and `decoder.bias`
+    /// `[vocab]`, zero, as in the released code of Yang et al. (2018).
     ///
     /// # Errors
     ///
@@ -145,11 +149,11 @@ impl Decoder {
         config.validate()?;
         let init = Init::Uniform { lo: -0.1, up: 0.1 };
         let shape = (config.vocab_size, config.context_dim);
-        Self::of_rows(config, WeightRows::Matrix(vb.pp("decoder").get_with_hints(shape, "weight", init)?), &vb)
+        Self::from_rows(config, WeightRows::Matrix(vb.pp("decoder").get_with_hints(shape, "weight", init)?), &vb)
     }
 
-    /// A decoder tied to the matrix of an embedding, `[vocab, d]`, with the variable `decoder.bias`. The gradients of
-    /// both uses are summed.
+    /// Makes a decoder tied to the matrix of an embedding, `[vocab, d]`, with the variable `decoder.bias`. The
+    /// gradients of both uses are summed.
     ///
     /// # Shapes
     ///
@@ -157,40 +161,41 @@ impl Decoder {
     ///
     /// # Errors
     ///
-    /// If the embedding is of another shape, or as for [`Decoder::new`].
+    /// If the embedding is of another shape, and the errors of [`Decoder::new`].
     pub fn tied(config: &DecoderConfig, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let (weight, expected) = (embedding.embeddings(), [config.vocab_size, config.context_dim]);
         if weight.dims() == expected {
-            Self::of_rows(config, WeightRows::Matrix(weight.clone()), &vb)
+            Self::from_rows(config, WeightRows::Matrix(weight.clone()), &vb)
         } else {
             Err(Error::shape("embedding", format!("{expected:?}"), weight.dims()))
         }
     }
 
-    /// A decoder whose rows are computed from spellings, `[vocab, d]`, with the variable `decoder.bias`. They are
-    /// computed anew for each call.
+    /// Makes a decoder whose rows `[vocab, d]` are computed from spellings, with the variable `decoder.bias`. The rows
+    /// are computed anew for each call.
     ///
     /// # Errors
     ///
-    /// If the rows are of another shape, or as for [`Decoder::new`].
+    /// If the rows are of another shape, and the errors of [`Decoder::new`].
     pub fn with_char_cnn(config: &DecoderConfig, cnn: CharCnn, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let (got, expected) = ([cnn.vocab_size(), cnn.context_dim()], [config.vocab_size, config.context_dim]);
         if got == expected {
-            Self::of_rows(config, WeightRows::Computed(Arc::new(cnn)), &vb)
+            Self::from_rows(config, WeightRows::Computed(Arc::new(cnn)), &vb)
         } else {
             Err(Error::shape("rows of the char-CNN", format!("{expected:?}"), &got))
         }
     }
 
-    fn of_rows(config: &DecoderConfig, rows: WeightRows, vb: &VarBuilder) -> Result<Self> {
+    /// Makes a decoder with these rows, and with the variable `decoder.bias` if it is configured.
+    fn from_rows(config: &DecoderConfig, rows: WeightRows, vb: &VarBuilder) -> Result<Self> {
         let &DecoderConfig { vocab_size, bias, logit_scale, softcap, .. } = config;
         let bias = bias.then(|| vb.pp("decoder").get_with_hints(vocab_size, "bias", Init::Const(0.0))).transpose()?;
         Ok(Decoder { rows, adapter: None, bias, logit_scale, softcap })
     }
 
-    /// A decoder from its weight and bias.
+    /// Makes a decoder from its weight and bias.
     ///
     /// # Shapes
     ///
@@ -218,7 +223,7 @@ impl Decoder {
         Ok(Decoder { rows: WeightRows::Matrix(weight), adapter: None, bias, logit_scale: 1.0, softcap: None })
     }
 
-    /// The decoder with softly bounded logits, `z = cap tanh(z / cap)`, or without a bound.
+    /// Returns the decoder with softly bounded logits, `z = cap tanh(z / cap)`, or without a bound.
     ///
     /// # Errors
     ///
@@ -228,7 +233,7 @@ impl Decoder {
         Ok(Decoder { softcap, ..self })
     }
 
-    /// The decoder with another scale of the logits, bias included, before the softcap.
+    /// Returns the decoder with another scale of the logits, bias included, before the softcap.
     ///
     /// # Errors
     ///
@@ -238,38 +243,38 @@ impl Decoder {
         Ok(Decoder { logit_scale, ..self })
     }
 
-    /// The decoder with a low-rank adapter, in place of another one: its weight acts as `W + s B A`.
+    /// Returns the decoder with a low-rank adapter, in place of another one: its weight acts as `W + s B A`.
     ///
     /// # Errors
     ///
     /// If the adapter is for another shape, or of another dtype or on another device than the weight.
     pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
-        adapter.check_adapts(self.vocab_size(), self.context_dim())?;
+        adapter.check_shape(self.vocab_size(), self.context_dim())?;
         check_alike("adapter", adapter.b(), "decoder.weight", self.parameter())?;
         Ok(Decoder { adapter: Some(adapter), ..self })
     }
 
-    /// The low-rank adapter.
+    /// Returns the low-rank adapter.
     pub fn adapter(&self) -> Option<&LowRankAdapter> {
         self.adapter.as_ref()
     }
 
-    /// The decoder whose weight is the constant `W + s B A`, without an adapter: to export it, or to serve it. The sum
-    /// is computed in f32 (f64 for f64).
+    /// Returns the decoder whose weight is the constant `W + s B A`, without an adapter: to export it, or to serve it.
+    /// The sum is computed in f32 (f64 for f64).
     ///
     /// # Errors
     ///
-    /// If the device has no memory for it.
+    /// If the device has no memory for the sum.
     pub fn merged(&self) -> Result<Self> {
         let Some(adapter) = &self.adapter else { return Ok(self.clone()) };
         Ok(Decoder { rows: WeightRows::Matrix(adapter.merge(&self.weight()?)?), adapter: None, ..self.clone() })
     }
 
-    /// The weight W, `[vocab, d]`, without the product of an adapter ([`Decoder::merged`] adds it).
+    /// Returns the weight W, `[vocab, d]`, without the product of an adapter ([`Decoder::merged`] adds it).
     ///
     /// # Errors
     ///
-    /// If the rows are computed, and candle has no memory or no kernels for it.
+    /// If the rows are computed, and the device has no memory or candle no kernels for them.
     pub fn weight(&self) -> Result<Tensor> {
         match &self.rows {
             WeightRows::Matrix(weight) => Ok(weight.clone()),
@@ -277,12 +282,12 @@ impl Decoder {
         }
     }
 
-    /// The bias, `[vocab]`.
+    /// Returns the bias, `[vocab]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// The size of the vocabulary.
+    /// Returns the size of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         match &self.rows {
             WeightRows::Matrix(weight) => weight.dims()[0],
@@ -290,7 +295,7 @@ impl Decoder {
         }
     }
 
-    /// The size of a context, d.
+    /// Returns the size of a context, d.
     pub fn context_dim(&self) -> usize {
         match &self.rows {
             WeightRows::Matrix(weight) => weight.dims()[1],
@@ -298,7 +303,7 @@ impl Decoder {
         }
     }
 
-    /// The mixture of these contexts and log-priors under this decoder.
+    /// Makes the mixture of these contexts and log-priors under this decoder.
     ///
     /// # Shapes
     ///
@@ -307,12 +312,12 @@ impl Decoder {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::new`].
+    /// The errors of [`Mixture::new`].
     pub fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
         self.complete(Mixture::new(contexts, log_priors, &self.weight()?, self.bias.as_ref())?)
     }
 
-    /// Adds to a mixture under the weight what else the decoder has.
+    /// Adds the scale, the softcap and the adapter to a mixture under the weight and the bias.
     fn complete(&self, mixture: Mixture) -> Result<Mixture> {
         let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
         match &self.adapter {
@@ -321,8 +326,8 @@ impl Decoder {
         }
     }
 
-    /// The loss of the mixture of these contexts, which are masked at ignored positions. Of computed rows, a sampled
-    /// loss computes only those that it looks at.
+    /// Computes the loss of the mixture of these contexts, which are masked at ignored positions. If rows are computed
+    /// from spellings, a sampled loss computes only the rows of its sample and of the targets.
     pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
         let is_sampled = request.options.sampled_step().is_some() && request.positions() > 0;
         let (WeightRows::Computed(cnn), true) = (&self.rows, is_sampled) else {
@@ -332,15 +337,15 @@ impl Decoder {
             let head = "a decoder whose rows are computed";
             return Err(Error::Unsupported { option: OptionName::DecoderRows, head });
         }
-        // In place of the weight, which is not read.
+        // The sampled loss does not read this weight, only its shape.
         let unread = Tensor::zeros((1, 1), cnn.parameter().dtype(), cnn.parameter().device())?
             .broadcast_as((self.vocab_size(), self.context_dim()))?;
         let mixture = self.complete(Mixture::of_rows(contexts, log_priors, unread, self.bias.as_ref())?)?;
         mixture.sampled_loss(|ids| cnn.rows_of(ids), request)
     }
 
-    /// The decoder with weight and bias as constants; rows that are computed from spellings are computed here. An adapter
-    /// is as it was.
+    /// Returns the decoder with weight and bias as constants; rows from spellings are computed here. An adapter remains
+    /// as it is.
     pub(crate) fn with_constant_rows(self) -> Result<Self> {
         let weight = match &self.rows {
             WeightRows::Matrix(weight) => weight.detach(),
@@ -350,17 +355,17 @@ impl Decoder {
         Ok(Decoder { rows: WeightRows::Matrix(weight), bias, ..self })
     }
 
-    /// The decoder as a constant, with its adapter.
+    /// Returns the decoder and its adapter as constants.
     pub(crate) fn frozen(&self) -> Result<Self> {
         let adapter = self.adapter.as_ref().map(LowRankAdapter::frozen);
         Decoder { adapter, ..self.clone() }.with_constant_rows()
     }
 
-    /// Checks that hidden states of this size have the dtype and the device of the decoder. The size is that of its
-    /// contexts, or of a projection's parameters.
-    pub(crate) fn check_hidden(&self, hidden: &Tensor, size: usize, is_projected: bool) -> Result<()> {
+    /// Checks that hidden states have this size, which a projection with parameters or else the decoder determines, and
+    /// the dtype and the device of the decoder.
+    pub(crate) fn check_hidden(&self, hidden: &Tensor, size: usize, has_projection: bool) -> Result<()> {
         let compared = || {
-            if is_projected {
+            if has_projection {
                 "the hidden_size of the projection".into()
             } else {
                 format!("the decoder's weight {:?}", [self.vocab_size(), self.context_dim()])
@@ -369,7 +374,7 @@ impl Decoder {
         check_hidden(hidden, size, compared, self.parameter())
     }
 
-    /// A tensor of the dtype and the device of all parameters.
+    /// Returns a parameter, which has the dtype and the device of all.
     fn parameter(&self) -> &Tensor {
         match &self.rows {
             WeightRows::Matrix(weight) => weight,

@@ -5,19 +5,20 @@ use rayon::prelude::*;
 
 use crate::backend::distribution::{Computed, Real, Visit};
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_elements, check_float, most_log_prob, LOG_PROBS};
+use crate::tensors::checks::{check_elements, check_float, max_log_prob, LOG_PROBS};
 
-/// Checks that no number of these rows is NaN, or above zero by more than rounding in the dtype that they were computed
-/// in. A NaN or an infinity of any row says what has failed, and is named before a number above zero.
-pub(crate) fn check_log_probs<F: Real>(argument: &'static str, rows: &[Vec<F>], dtype: DType) -> Result<()> {
+/// Checks that no log-probability of these rows on the host is NaN, or above zero by more than rounding in the dtype
+/// that they were computed in. A NaN or an infinity of any row is named before a number above zero, because it says
+/// what has failed.
+pub(crate) fn check_host_log_probs<F: Real>(argument: &'static str, rows: &[Vec<F>], dtype: DType) -> Result<()> {
     fn first<F: Real>(rows: &[Vec<F>], is_wrong: impl Fn(f64) -> bool + Sync) -> Option<(usize, usize)> {
         let wrong_in = |(position, row): (usize, &Vec<F>)| {
             row.iter().position(|x| is_wrong(x.f64())).map(|index| (position, index))
         };
         rows.par_iter().enumerate().find_map_first(wrong_in)
     }
-    let most = most_log_prob(dtype);
-    let Some((position, index)) = first(rows, |x| x.is_nan() || x > most) else { return Ok(()) };
+    let limit = max_log_prob(dtype);
+    let Some((position, index)) = first(rows, |x| x.is_nan() || x > limit) else { return Ok(()) };
     if let Some((position, _)) = first(rows, |x| x.is_nan() || x == f64::INFINITY) {
         return Err(Error::Distribution { position });
     }
@@ -29,9 +30,9 @@ pub(crate) fn check_log_probs<F: Real>(argument: &'static str, rows: &[Vec<F>], 
 pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
     fn rows<F: Real, V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
         let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
-        check_log_probs("log_probs", &rows, rounded)?;
-        let of_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::new(row));
-        V::answers(rows.par_iter().enumerate().map(of_position))
+        check_host_log_probs("log_probs", &rows, rounded)?;
+        let visit_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::new(row));
+        V::answers(rows.par_iter().enumerate().map(visit_position))
     }
     check_float("log_probs", log_probs)?;
     check_elements("log_probs", log_probs.dims())?;

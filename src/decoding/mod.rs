@@ -13,7 +13,7 @@ mod shard_top_k;
 mod top_k;
 mod within;
 
-pub(crate) use log_probs::check_log_probs;
+pub(crate) use log_probs::check_host_log_probs;
 pub use next_token::{Constraints, NextToken, TokenRequest};
 pub use pruning::Pruned;
 pub use sampler::Sampler;

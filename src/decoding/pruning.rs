@@ -2,7 +2,7 @@
 
 use candle_core::{Tensor, D};
 
-use super::log_probs::check_log_probs;
+use super::log_probs::check_host_log_probs;
 use crate::backend::operands::{accumulation_dtype, Sizes};
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
@@ -61,10 +61,10 @@ impl Mixture {
         let (positions, components) = (operands.sizes.positions, operands.sizes.components);
         let device = operands.contexts.device();
         let log_priors = match &operands.log_priors {
-            Some(log_priors) => transfer::matrix(log_priors)?,
+            Some(log_priors) => transfer::read_matrix(log_priors)?,
             None => vec![vec![0.0]; positions],
         };
-        check_log_probs("log_priors", &log_priors, operands.contexts.dtype())?;
+        check_host_log_probs("log_priors", &log_priors, operands.contexts.dtype())?;
         if let Some(position) = log_priors.iter().position(|row| row.iter().all(|x| *x == f64::NEG_INFINITY)) {
             return Err(Error::Impossible { position });
         }
@@ -94,7 +94,7 @@ impl Mixture {
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         Ok(Pruned {
             mixture: self.with_components(indices, kept, true)?,
-            total_variation: transfer::rounded(dropped, self.leading(), dtype, device)?,
+            total_variation: transfer::to_device_as(dropped, self.leading(), dtype, device)?,
         })
     }
 

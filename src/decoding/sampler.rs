@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::log_probs::check_log_probs;
+use super::log_probs::check_host_log_probs;
 use super::multinomial::{pass, Draw};
 use super::sampling::Sampling;
 use crate::backend;
@@ -101,8 +101,8 @@ impl Sampler {
 
     /// Draws one component from each row of log-priors `[rows, n]`, which were computed in a dtype.
     pub(crate) fn choose(&mut self, log_priors: &Tensor, dtype: DType) -> Result<Vec<u32>> {
-        let rows = transfer::matrix(log_priors)?;
-        check_log_probs("log_priors", &rows, dtype)?;
+        let rows = transfer::read_matrix(log_priors)?;
+        check_host_log_probs("log_priors", &rows, dtype)?;
         let uniform = self.uniform(rows.len());
         let choose = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
             let sum: f64 = row.iter().map(|x| x.exp()).sum();

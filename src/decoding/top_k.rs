@@ -81,7 +81,7 @@ impl TopK {
         let of_ids = found.iter().flatten().map(|ranked| ranked.0).collect();
         Ok(TopK {
             token_ids: transfer::to_device::<u32>(ids, shape, device)?,
-            log_probs: transfer::rounded(of_ids, shape, dtype, device)?,
+            log_probs: transfer::to_device_as(of_ids, shape, dtype, device)?,
         })
     }
 

@@ -1,4 +1,5 @@
-//! Texts that are cut among the ranks of a distributed program.
+//! Data parallelism: ranks with the same parameters and texts of their own compute the loss of all texts, and add up
+//! their gradients.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
@@ -14,12 +15,13 @@ use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Request};
 
-/// Ranks with the same parameters and texts of their own: the loss of all texts, and its gradients.
+/// Ranks with the same parameters and texts of their own, which compute the loss of all texts and its gradients.
 ///
 /// Every rank computes the loss of its texts with [`DataParallel::options`], adds up the gradients of all ranks with
-/// [`DataParallel::all_reduce`], and steps. Sum and count are added up, not means: the step is the one of a single process
-/// with the texts of all ranks, however many targets each has. Dropout and sampling should differ between ranks: give each
-/// another seed. If other ranks share the vocabulary, these are the ranks with the same rows (`Mpi::split`).
+/// [`DataParallel::all_reduce`], and steps. Sums and counts are added up, not means: the step is that of a single
+/// process with the texts of all ranks, however many targets each rank has. Dropout and sampling should differ between
+/// ranks: give each rank another seed. If other ranks share the vocabulary, these are the ranks with the same rows
+/// (`Mpi::split`).
 ///
 /// # Examples
 ///
@@ -35,7 +37,7 @@ use crate::loss::{LossOptions, Request};
 ///     head: &dyn OutputLayer,
 ///     vars: &VarMap,
 ///     optimizer: &mut AdamW,
-///     (hidden, targets): (&Tensor, &Tensor), // of this rank's texts
+///     (hidden, targets): (&Tensor, &Tensor), // for this rank's texts
 /// ) -> mos_head::Result<()> {
 ///     let ranks = DataParallel::new(ranks);
 ///     let options = ranks.options(targets, &LossOptions::new().with_ignore_index(0))?;
@@ -50,52 +52,54 @@ pub struct DataParallel {
     collectives: Arc<dyn Collectives>,
 }
 
-/// Numbers that are added up at a time, of variables that are smaller.
-const BUCKET: usize = 1 << 20;
+/// The number of elements up to which smaller gradients are added up in one operation.
+const BUCKET_SIZE: usize = 1 << 20;
 
-/// What ranks compare of their variables, by the names that errors have for it.
+/// The names of the variables, which ranks compare, as errors name them.
 const NAMES: &str = "names of the variables";
+/// The dtypes and shapes of the variables, which ranks compare, as errors name them.
 const SHAPES: &str = "dtypes and shapes of the variables";
 
 impl DataParallel {
-    /// Every rank has texts of its own.
+    /// Makes the handle of these ranks, each of which has texts of its own.
     pub fn new(collectives: Arc<dyn Collectives>) -> Self {
         DataParallel { collectives }
     }
 
-    /// The ranks.
+    /// Returns the ranks.
     pub fn collectives(&self) -> &Arc<dyn Collectives> {
         &self.collectives
     }
 
-    /// The options with the denominator of all ranks: the number of their targets, without ignored ones, or the sum of
-    /// their weights. The values of all ranks add up to the mean over all targets. Every rank calls it.
+    /// Returns the options with the denominator of all ranks, which is the number of their targets, without ignored
+    /// ones, or the sum of their weights: the values of all ranks then add up to the mean over all targets. Every rank
+    /// calls it.
     ///
     /// # Shapes
     ///
-    /// - targets: `[..]`, of this rank; u8, u32 or i64
+    /// - targets: `[..]`, this rank's; u8, u32 or i64
     ///
     /// # Errors
     ///
-    /// As for the targets and options of a loss; [`Error::Ranks`] if another rank has an error.
+    /// The errors that a loss has for targets and options; [`Error::Ranks`] if another rank has an error.
     pub fn options(&self, targets: &Tensor, options: &LossOptions) -> Result<LossOptions> {
         let count = self.count(targets, options);
-        let of_rank = Agreed::own("count", *count.as_ref().unwrap_or(&f64::NAN));
-        let (_, of_ranks) = agree(&*self.collectives, Call::Count, count, &[of_rank])?;
-        let count: f64 = of_ranks[0].iter().sum();
-        // Without a target there is no loss to divide.
+        let own_count = Agreed::own("count", *count.as_ref().unwrap_or(&f64::NAN));
+        let (_, exchanged) = agree(&*self.collectives, Call::Count, count, &[own_count])?;
+        let count: f64 = exchanged[0].iter().sum();
+        // If no rank has a target, the loss is zero, whatever divides it.
         Ok(options.clone().with_denominator(if count == 0.0 { 1.0 } else { count }))
     }
 
-    /// The denominator of this rank's mean.
+    /// Computes the denominator of this rank's mean.
     fn count(&self, targets: &Tensor, options: &LossOptions) -> Result<f64> {
         let request = Request::new(targets.dims(), None, targets, targets, options)?;
         let vocab = options.class_weights.as_ref().map_or(u32::MAX as usize, Tensor::elem_count);
         Ok(request.read_weights(&request.read_ids(vocab)?)?.iter().sum())
     }
 
-    /// The sums over all ranks of some numbers, such as [`Loss::sum_and_count`](crate::Loss::sum_and_count). Every rank
-    /// calls it with as many.
+    /// Computes the sums over all ranks of some numbers, such as [`Loss::sum_and_count`](crate::Loss::sum_and_count).
+    /// Every rank calls it with the same number of numbers.
     ///
     /// # Errors
     ///
@@ -105,15 +109,15 @@ impl DataParallel {
         Ok(numbers)
     }
 
-    /// Replaces the gradient of each variable of a map by the sum over all ranks; of a variable without a gradient on this
-    /// rank it counts as zero, and a variable without a gradient on any rank remains without one. Half precision is added
-    /// up in f32. Every rank calls it with variables of the same names, dtypes and shapes.
+    /// Replaces the gradient of each variable of a map by the sum over all ranks. A gradient that is missing on some
+    /// ranks counts as zero there; a variable that has a gradient on no rank still has none. Half precision is added up
+    /// in f32. Every rank calls it with variables of the same names, dtypes and shapes.
     ///
     /// # Errors
     ///
-    /// [`Error::Ranks`] if the ranks have other names, dtypes or shapes of variables, of which it names the first, or another
-    /// rank has an error or makes another call; if a gradient is not of its variable's shape, or not of floats; if the engine
-    /// fails. All but the last come before any gradient is changed.
+    /// [`Error::Ranks`] if names, dtypes or shapes of variables differ between ranks (it names the first variable that
+    /// does), or another rank has an error or makes another call; if a gradient does not have its variable's shape, or
+    /// is not of floats; if the engine fails. Only the last error can come after a gradient has changed.
     pub fn all_reduce(&self, gradients: &mut GradStore, vars: &VarMap) -> Result<()> {
         let named: Vec<(String, Var)> = {
             let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
@@ -122,12 +126,12 @@ impl DataParallel {
         self.all_reduce_named(gradients, &named)
     }
 
-    /// As [`DataParallel::all_reduce`], for variables that are not in a [`VarMap`]. Ranks match them by their names, whatever
-    /// order they are in; a variable with several names is added up once.
+    /// Does the same as [`DataParallel::all_reduce`] for variables that are not in a [`VarMap`]. Ranks match them by
+    /// their names, in whatever order they are; the gradient of a variable with several names is added up once.
     ///
     /// # Errors
     ///
-    /// As for [`DataParallel::all_reduce`], or if two variables have the same name.
+    /// The errors of [`DataParallel::all_reduce`], or if two variables have the same name.
     pub fn all_reduce_named(&self, gradients: &mut GradStore, variables: &[(String, Var)]) -> Result<()> {
         let mut named: Vec<&(String, Var)> = variables.iter().collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
@@ -140,33 +144,34 @@ impl DataParallel {
             Agreed::hashed(SHAPES, |state| shapes.hash(state)),
         ];
         let agreed = agree(&*self.collectives, Call::Gradients, check_gradients(gradients, &named), &numbers);
-        if let Err(Error::Ranks { argument: argument @ (NAMES | SHAPES), of_ranks, .. }) = agreed {
-            // An error on every rank, each of which has as many variables.
-            let alone = |i: usize| match argument {
+        if let Err(Error::Ranks { argument: argument @ (NAMES | SHAPES), values, .. }) = agreed {
+            // Every rank has this error, and the same number of variables.
+            let variable_hash = |i: usize| match argument {
                 NAMES => Agreed::hashed(argument, |state| names[i].hash(state)).value(),
                 _ => Agreed::hashed(argument, |state| shapes[i].hash(state)).value(),
             };
-            let hashes: Vec<f64> = (0..named.len()).map(alone).collect();
+            let hashes: Vec<f64> = (0..named.len()).map(variable_hash).collect();
             let first = first_other(&*self.collectives, &hashes)?;
             let element = first.map(|i| named[i].0.clone());
-            return Err(Error::Ranks { argument, element, of_ranks });
+            return Err(Error::Ranks { argument, element, values });
         }
         agreed?;
         let mut seen = HashSet::new();
         let variables: Vec<&Var> = named.into_iter().map(|(_, var)| var).filter(|var| seen.insert(var.id())).collect();
-        let mut with_gradient: Vec<f64> =
+        let mut ranks_with_gradient: Vec<f64> =
             variables.iter().map(|var| f64::from(u8::from(gradients.get(var).is_some()))).collect();
-        self.collectives.all_reduce_sum(Numbers::F64(&mut with_gradient))?;
-        let variables = variables.into_iter().zip(with_gradient).filter(|(_, ranks)| *ranks > 0.0).map(|(var, _)| var);
+        self.collectives.all_reduce_sum(Numbers::F64(&mut ranks_with_gradient))?;
+        let variables =
+            variables.into_iter().zip(ranks_with_gradient).filter(|(_, ranks)| *ranks > 0.0).map(|(var, _)| var);
 
         let mut bucket: Vec<&Var> = Vec::new();
         for var in variables {
             let size: usize = bucket.iter().map(|var| var.elem_count()).sum();
-            let is_other = match bucket.first() {
+            let is_other_dtype = match bucket.first() {
                 Some(first) => accumulation(first)? != accumulation(var)?,
                 None => false,
             };
-            if !bucket.is_empty() && (is_other || size + var.elem_count() > BUCKET) {
+            if !bucket.is_empty() && (is_other_dtype || size + var.elem_count() > BUCKET_SIZE) {
                 self.all_reduce_bucket(gradients, &std::mem::take(&mut bucket))?;
             }
             bucket.push(var);
@@ -174,7 +179,7 @@ impl DataParallel {
         self.all_reduce_bucket(gradients, &bucket)
     }
 
-    /// Adds up the gradients of some variables, with one accumulation dtype, in one operation.
+    /// Adds up the gradients of some variables, which have one accumulation dtype, in one operation.
     fn all_reduce_bucket(&self, gradients: &mut GradStore, variables: &[&Var]) -> Result<()> {
         let Some(first) = variables.first() else { return Ok(()) };
         let dtype = accumulation(first)?;
@@ -197,13 +202,13 @@ impl DataParallel {
     }
 }
 
-/// The first name of each variable, which is the same one for all names of a tied variable.
+/// Returns, for each name, the first name of its variable: a tied variable has several names.
 fn first_names<'a>(named: &[&'a (String, Var)]) -> Vec<&'a String> {
     let mut first = HashMap::new();
     named.iter().map(|(name, var)| *first.entry(var.id()).or_insert(name)).collect()
 }
 
-/// Checks that names are not given twice, and that each gradient can be added up; the errors name the variable.
+/// Checks that no name is given twice, and that each gradient can be added up. The errors name the variable.
 fn check_gradients(gradients: &GradStore, named: &[&(String, Var)]) -> Result<()> {
     if let Some(pair) = named.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         return Err(Error::config("variables", "a name of its own for each", format!("{} twice", pair[0].0)));
@@ -222,7 +227,7 @@ fn check_gradients(gradients: &GradStore, named: &[&(String, Var)]) -> Result<()
     Ok(())
 }
 
-/// The dtype that gradients of a variable are added up in.
+/// Returns the dtype in which gradients of a variable are added up.
 fn accumulation(var: &Var) -> Result<DType> {
     accumulation_dtype("variables", var.dtype())
 }

@@ -1,13 +1,13 @@
-//! Distributed programs: ranks, and heads whose vocabulary, or models whose texts, are cut among them.
+//! Distributed programs, whose ranks each have a part of a head's vocabulary, or a part of the texts.
 //!
-//! [`Collectives`] are what the ranks of a program exchange ([`Numbers`]), an engine of your own or one of the two
-//! below, and [`VocabShard`] is the part of the vocabulary that a rank has. With these alone,
+//! Ranks exchange [`Numbers`] by [`Collectives`], which are an engine of your own or one of the two below, and a
+//! [`VocabShard`] is the part of the vocabulary that a rank has. With these alone,
 //! [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss) and its siblings compute the results of the
-//! whole vocabulary. All else needs the feature `distributed`:
+//! whole vocabulary. The feature `distributed` adds the others:
 //!
 //! | | |
 //! |---|---|
-//! | `VocabParallel` | a head of which each rank has the decoder's rows of its shard: begin here with a large vocabulary |
+//! | `VocabParallel` | a head whose decoder's rows are cut among the ranks: begin here with a large vocabulary |
 //! | `DataParallel` | ranks that have texts of their own and the whole model: begin here with many texts |
 //! | `ShardedCheckpoint`, `save_sharded` | read and write such heads, each rank its own rows, for any number of ranks |
 //! | `Mpi` | the engine over MPI (feature `mpi`) |

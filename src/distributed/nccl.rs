@@ -1,20 +1,20 @@
-//! The ranks of a program with a GPU each, by NCCL.
+//! The engine over NCCL: the ranks of a program have an NVIDIA GPU each.
 
 use candle_core::{Device, Tensor};
 
 use crate::backend::collectives::{check_rank, Collectives, Numbers};
 use crate::backend::Communicator;
 use crate::error::{Error, Result};
-use crate::tensors::checks::check_most;
+use crate::tensors::checks::check_at_most;
 
-/// Processes (or threads) with an NVIDIA GPU each, which exchange numbers by NCCL. The contexts' gradient of a
-/// [`VocabParallel`](crate::distributed::VocabParallel) head is added up from GPU to GPU; the few numbers of each
-/// position that the host reads pass through the GPUs too.
+/// A rank among processes (or threads) that have an NVIDIA GPU each and exchange numbers by NCCL. It adds up the
+/// contexts' gradient of a [`VocabParallel`](crate::distributed::VocabParallel) head from GPU to GPU; the few numbers
+/// of each position that the host reads pass through the GPUs too.
 ///
-/// One rank creates an id and sends it to the others, by whatever started them: a file, a socket, an environment variable.
-/// When the first rank drops its `Nccl`, no other may be in the middle of a call.
+/// One rank creates an id and sends it to the others by a file, a socket or an environment variable. When the first
+/// rank drops its `Nccl`, no other may be in the middle of a call.
 ///
-/// No GPU has run it: only the emulated driver of the repository's tests has, in which the ranks are threads.
+/// It has not run on a GPU yet, but only on the emulated driver of the repository's tests, where the ranks are threads.
 ///
 /// # Examples
 ///
@@ -23,7 +23,7 @@ use crate::tensors::checks::check_most;
 /// use candle_core::Device;
 /// use mos_head::distributed::Nccl;
 ///
-/// /// `folder` is a new one for each run, which all processes see.
+/// /// All processes see `folder`, which is a new one for each run.
 /// fn join(folder: &Path) -> Result<Nccl, Box<dyn std::error::Error>> {
 ///     let rank: usize = std::env::var("RANK")?.parse()?;
 ///     let ranks: usize = std::env::var("WORLD_SIZE")?.parse()?;
@@ -33,12 +33,12 @@ use crate::tensors::checks::check_most;
 ///         std::fs::write(folder.join("nccl-id.part"), Nccl::new_id()?)?;
 ///         std::fs::rename(folder.join("nccl-id.part"), &path)?;
 ///     }
-///     // The processes wait for the first one: whatever starts them should end all if one fails.
+///     // The processes wait for the first one: the program that starts them should end all if one fails.
 ///     while !path.try_exists()? {
 ///         std::thread::sleep(std::time::Duration::from_millis(10));
 ///     }
 ///     let id = std::fs::read(path)?.try_into().map_err(|_| "not an id")?;
-///     // The GPU of this rank, on a machine that has all of them.
+///     // All GPUs are on one machine, and each rank has the GPU of its number.
 ///     let device = Device::new_cuda(rank)?;
 ///     Ok(Nccl::new(&device, rank, ranks, id)?)
 /// }
@@ -50,7 +50,7 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// The id of a new group of ranks, which one of them creates for all.
+    /// Creates the id of a new group of ranks, which one rank sends to the others.
     ///
     /// # Errors
     ///
@@ -59,17 +59,17 @@ impl Nccl {
         Communicator::new_id()
     }
 
-    /// Joins the group of an id, as a rank whose tensors are on this GPU. Waits for all ranks.
+    /// Joins the group of an id, as a rank whose tensors are on this GPU. It waits for all ranks.
     ///
     /// # Errors
     ///
-    /// If the device is not a GPU of NVIDIA's, there is no such rank, or NCCL fails: it demands another GPU for each rank.
+    /// If the device is not an NVIDIA GPU, there is no such rank, or NCCL fails: it demands another GPU for each rank.
     pub fn new(device: &Device, rank: usize, ranks: usize, id: [u8; 128]) -> Result<Self> {
         let Device::Cuda(cuda) = device else {
             let got = format!("{:?}", device.location());
             return Err(Error::Device { argument: "device", expected: "Cuda".into(), got });
         };
-        check_most("ranks", ranks, i32::MAX as usize)?;
+        check_at_most("ranks", ranks, i32::MAX as usize)?;
         check_rank("rank", rank, ranks)?;
         Ok(Nccl { communicator: Communicator::new(cuda, rank, ranks, id)?, device: device.clone() })
     }
@@ -91,7 +91,7 @@ impl Collectives for Nccl {
         }
     }
 
-    /// On the GPU, without waiting for it.
+    /// Adds up a tensor on the GPU, without waiting for it.
     fn all_reduce_sum_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
         match tensor.device() {
             Device::Cuda(_) => self.communicator.sum(tensor),

@@ -1,4 +1,5 @@
-//! A head whose decoder is cut among the ranks of a distributed program.
+//! A head whose decoder's rows are cut among the ranks of a distributed program: it computes each result from the
+//! mixture of the rank's rows, which exchanges numbers with the other ranks.
 
 use candle_core::{DType, Tensor};
 
@@ -6,7 +7,7 @@ use crate::backend::agreement::Call;
 use crate::backend::shard::VocabShard;
 use crate::decoding::{NextToken, TokenRequest, TopK};
 use crate::error::{Error, OptionName, Result};
-use crate::heads::{loss_of_scores, MixtureLayer, OutputLayer};
+use crate::heads::{policy_loss_from_scores, MixtureLayer, OutputLayer};
 use crate::loss::{Loss, LossOptions, Reduction, Request};
 use crate::mixture::Mixture;
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
@@ -14,17 +15,18 @@ use crate::scores::{candidates, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
-/// A head that is a [`MixtureLayer`], each of whose ranks has the decoder's rows of its [`VocabShard`]; the projection is
-/// the same on every rank. [`OutputLayer::loss`] is [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss):
-/// the loss of the whole vocabulary, the same on every rank, as are the gradients of the hidden states and the projection;
-/// the decoder's gradient has the rank's own rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole
-/// vocabulary too, and so are `log_prob` of one id at each position and `policy_loss`. An entropy, a temperature and what
-/// needs the log-probabilities of all ids as a tensor are [`Error::Unsupported`].
+/// A head that is a [`MixtureLayer`] whose decoder's rows are cut among ranks: each rank has the rows of its
+/// [`VocabShard`], and the same projection. [`OutputLayer::loss`] is
+/// [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss): the loss of the whole vocabulary, the same on
+/// every rank, as are the gradients of the hidden states and the projection; the decoder's gradient has the rank's own
+/// rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole vocabulary too, and so are `log_prob` of
+/// one id at each position and `policy_loss`. An entropy, a temperature and results that need the log-probabilities of
+/// all ids as a tensor are [`Error::Unsupported`].
 ///
 /// Every rank calls it with the same hidden states and targets, and has the same parameters of the projection: new
-/// variables have other random values on every rank, so they are read from a checkpoint, or sent by one rank. Dropout needs
-/// the same masks on every rank:
-/// [`DropoutMasks::Seeded`](crate::DropoutMasks::Seeded) with the same seed, or none.
+/// variables have other random values on every rank, so that each rank must read them from a checkpoint or receive them
+/// from one rank. Dropout needs the same masks on every rank, from
+/// [`DropoutMasks::Seeded`](crate::DropoutMasks::Seeded) with the same seed.
 ///
 /// # Examples
 ///
@@ -39,7 +41,7 @@ use crate::tensors::dropout::DropoutMasks;
 ///     let shard = VocabShard::new(ranks.clone(), 128_256)?;
 ///     let vars = VarMap::new();
 ///     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-///     // The rows of this rank alone.
+///     // This head has the rows of this rank only.
 ///     let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(1024, shard.range().len(), 4), vb)?;
 ///     // The first rank sends the initial values of the projection.
 ///     for name in ["prior.weight", "latent.weight", "latent.bias"] {
@@ -62,7 +64,7 @@ pub struct VocabParallel<H> {
 }
 
 impl<H: MixtureLayer> VocabParallel<H> {
-    /// The head of the whole vocabulary, from one whose vocabulary is the shard.
+    /// Makes the head of the whole vocabulary from a head whose vocabulary is the shard.
     ///
     /// # Errors
     ///
@@ -76,17 +78,17 @@ impl<H: MixtureLayer> VocabParallel<H> {
         }
     }
 
-    /// The head of this rank's token ids.
+    /// Returns the head of this rank's token ids.
     pub fn head(&self) -> &H {
         &self.head
     }
 
-    /// The token ids of this rank.
+    /// Returns the shard, which has the token ids of this rank.
     pub fn shard(&self) -> &VocabShard {
         &self.shard
     }
 
-    /// The mixture of this rank; if it has an error, the other ranks of the call know of it.
+    /// Computes the mixture of this rank. If it has an error, it tells the other ranks of the call.
     fn mixture(&self, call: Call, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
         match self.head.mixture(hidden, dropout) {
             Err(error) => self.shard.agree(call, Err(error), &[]),
@@ -95,11 +97,12 @@ impl<H: MixtureLayer> VocabParallel<H> {
     }
 }
 
-/// For errors.
+/// The name of the head in errors.
 const NAME: &str = "a vocabulary-parallel head";
 
-/// Checks that the scores need no more than the negative log-likelihood of one id at each position.
-fn scorable(hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<()> {
+/// Checks that the options ask for no more than the log-probability of one id at each position, and whether it is the
+/// argmax.
+fn check_score_options(hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<()> {
     options.validate()?;
     let leading = leading(hidden)?;
     candidates("token_ids", token_ids, leading)?;
@@ -109,7 +112,7 @@ fn scorable(hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Resu
         (options.temperature != 1.0, OptionName::Temperature),
         (token_ids.dims() != leading, OptionName::LogProbs),
     ];
-    match unsupported.into_iter().find(|(is_asked, _)| *is_asked) {
+    match unsupported.into_iter().find(|(is_used, _)| *is_used) {
         Some((_, option)) => Err(Error::Unsupported { option, head: NAME }),
         None => Ok(()),
     }
@@ -120,13 +123,13 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         self.head.hidden_size()
     }
 
-    /// Of all ranks.
+    /// Returns the number of token ids of all ranks.
     fn vocab_size(&self) -> usize {
         self.shard.vocab_size()
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        // NaN at an ignored position reaches no gradient of the projection.
+        // Hidden states of ignored positions become zero, so that a NaN there reaches no gradient of the projection.
         let masked = || Request::new(leading(hidden)?, None, hidden, targets, options)?.mask(hidden);
         let mixture = match masked() {
             Ok(hidden) => self.mixture(Call::Loss, &hidden, options.dropout),
@@ -135,20 +138,21 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         mixture?.vocab_parallel_loss(&self.shard, targets, options)
     }
 
-    /// The log-probability of one id at each position; entropy, mass outside and temperature are not supported.
+    /// Computes the log-probability of one id at each position; entropy, mass outside and temperature are not
+    /// supported.
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         let loss_options = LossOptions::new()
             .with_reduction(Reduction::None)
             .with_dropout(DropoutMasks::Off)
             .with_correct(options.is_argmax);
         let loss_options = LossOptions { workspace_bytes: options.workspace_bytes, ..loss_options };
-        let loss = match scorable(hidden, token_ids, options) {
+        let loss = match check_score_options(hidden, token_ids, options) {
             Ok(()) => self.loss(hidden, token_ids, &loss_options),
-            // The other ranks then know of it.
+            // This tells the other ranks of the error.
             Err(error) => self.shard.agree(Call::Loss, Err(error), &[]),
         };
         let loss = loss.map_err(|error| error.renamed("targets", "token_ids"))?;
-        // Not `neg`, which makes a minus zero.
+        // `neg` would make a minus zero.
         let log_prob = loss.value.affine(-1.0, 0.0)?;
         let leaves = loss.leaves().collect();
         Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct, leaves })
@@ -160,7 +164,7 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
             Err(error) => return self.shard.agree(Call::Loss, Err(error), &[]),
         };
         let scores = self.score(&rows, &terms.token_ids, &options.scores());
-        loss_of_scores(&terms, scores.map_err(|error| error.among(&terms.positions))?)
+        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
@@ -175,7 +179,7 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         Ok(Box::new(VocabParallel { head: self.head.frozen_mixture()?, shard: self.shard.clone() }))
     }
 
-    /// Not supported: no rank has room for them.
+    /// Returns an error, because no rank has room for the log-probabilities of all ids.
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
         self.log_probs_as(hidden, hidden.dtype())
     }

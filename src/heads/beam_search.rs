@@ -1,9 +1,10 @@
-//! Searches for the most probable sequences with a beam.
+//! Beam search: asks an output layer, or any model that ranks the next token, for the most probable sequences (Wu et
+//! al., 2016, arXiv 1609.08144).
 
 use candle_core::{DType, Device, Tensor};
 
 use super::output_layer::OutputLayer;
-use crate::decoding::{check_log_probs, TopK};
+use crate::decoding::{check_host_log_probs, TopK};
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_elements, check_number, check_sizes, check_targets};
 use crate::tensors::transfer;
@@ -11,8 +12,8 @@ use crate::tensors::transfer;
 /// Beam search for a batch of sentences, over any model that ranks the next token.
 ///
 /// Each step extends the `width` most probable open sequences of a sentence by every token id and keeps the `width`
-/// best; sequences that reach the end token are finished. A sentence is done when no open sequence can still score
-/// above its `n_best` finished ones, or at `max_length`. Sequences are ranked by
+/// most probable of the results; sequences that reach the end token are finished. A sentence is done when no open
+/// sequence can still score above its `n_best` finished ones, or at `max_length`. Sequences are ranked by
 ///
 /// ```text
 /// score = log P(sequence) / ((5 + length) / 6)^alpha        (Wu et al., 2016, equation 14)
@@ -96,20 +97,80 @@ pub struct Hypothesis {
     pub log_prob: f64,
     /// The log-probability in nats, divided by the length penalty.
     pub score: f64,
-    /// Whether the end token was reached before the maximum length.
+    /// Whether the sequence reached the end token before the maximum length.
     pub finished: bool,
 }
 
 /// A sequence that has not ended.
-struct Open {
-    /// Its sentence.
+struct OpenSequence {
+    /// The index of its sentence in the batch.
     sentence: usize,
+    /// The token ids after the start token.
     tokens: Vec<u32>,
     log_prob: f64,
 }
 
+/// The open sequences of all sentences, sentence by sentence in descending order of log-probability, and the arguments
+/// of the next call of the model.
+#[derive(Default)]
+struct Beams {
+    open: Vec<OpenSequence>,
+    /// The last token of each open sequence.
+    tokens: Vec<u32>,
+    /// The row of the previous call that each open sequence continues.
+    parents: Vec<u32>,
+}
+
+impl Beams {
+    /// Opens a sequence for each start token.
+    fn start(tokens: Vec<u32>) -> Self {
+        let open_sequence = |sentence| OpenSequence { sentence, tokens: vec![], log_prob: 0.0 };
+        let parents = (0..tokens.len() as u32).collect();
+        Beams { open: (0..tokens.len()).map(open_sequence).collect(), tokens, parents }
+    }
+
+    /// Adds a sequence that ends in this token.
+    fn push(&mut self, sequence: OpenSequence, token: u32, parent: usize) {
+        self.open.push(sequence);
+        self.tokens.push(token);
+        self.parents.push(parent as u32);
+    }
+
+    /// Removes all sequences but the first `count`.
+    fn truncate(&mut self, count: usize) {
+        self.open.truncate(count);
+        self.tokens.truncate(count);
+        self.parents.truncate(count);
+    }
+}
+
+/// The most probable token ids after each open sequence, and their log-probabilities.
+struct NextIds {
+    token_ids: Vec<Vec<u32>>,
+    log_probs: Vec<Vec<f64>>,
+}
+
+impl NextIds {
+    /// Reads and checks the answer of a model for `rows` sequences.
+    fn read(top: &TopK, rows: usize) -> Result<Self> {
+        if top.token_ids.rank() != 2 || top.token_ids.dim(0).ok() != Some(rows) {
+            return Err(Error::shape("token_ids", format!("[{rows}, k]"), top.token_ids.dims()));
+        }
+        if top.log_probs.dims() != top.token_ids.dims() {
+            let expected = format!("{:?}", top.token_ids.dims());
+            return Err(Error::shape("log_probs", expected, top.log_probs.dims()));
+        }
+        let token_ids = top.token_ids.to_vec2::<u32>()?;
+        let log_probs = transfer::read_matrix(&top.log_probs)?;
+        check_host_log_probs("log_probs", &log_probs, top.log_probs.dtype())
+            .map_err(|error| with_token_id(error, &token_ids))?;
+        Ok(NextIds { token_ids, log_probs })
+    }
+}
+
 impl BeamSearch {
-    /// A search that stops at the token id `end`, with width 4, at most 100 tokens, one result, and no length penalty.
+    /// Makes a search that stops at the token id `end`, with width 4, at most 100 tokens, one result, and no length
+    /// penalty.
     pub fn new(end: u32) -> Self {
         BeamSearch { end, width: 4, max_length: 100, n_best: 1, length_penalty: 0.0 }
     }
@@ -174,7 +235,7 @@ impl BeamSearch {
     /// constraints on the next token.
     ///
     /// `next(tokens, parents, k)` returns the `k` most probable token ids after each row, or fewer if fewer are
-    /// allowed; an id of log-probability minus infinity is never chosen.
+    /// allowed; no sequence continues with an id of log-probability minus infinity.
     ///
     /// # Shapes
     ///
@@ -194,76 +255,24 @@ impl BeamSearch {
         mut next: impl FnMut(&Tensor, &Tensor, usize) -> std::result::Result<TopK, E>,
     ) -> std::result::Result<Vec<Vec<Hypothesis>>, E> {
         self.validate(vocab_size)?;
-        let device = start.device();
-        let vector = |values: Vec<u32>| Tensor::new(values, device).map_err(Error::from);
+        let vector = |values: &[u32]| Tensor::new(values, start.device()).map_err(Error::from);
         if start.rank() != 1 {
             return Err(Error::shape("start", "[batch]", start.dims()).into());
         }
         check_targets("start", start, start.dims())?;
         check_elements("start", start.dims())?;
-        let mut tokens = read_start(start)?;
-        let mut finished = vec![Vec::new(); tokens.len()];
-        let mut open: Vec<Open> =
-            (0..tokens.len()).map(|sentence| Open { sentence, tokens: vec![], log_prob: 0.0 }).collect();
-        let mut parents: Vec<u32> = (0..tokens.len() as u32).collect();
+        let mut beams = Beams::start(read_start(start)?);
+        let mut finished = vec![Vec::new(); beams.open.len()];
         // At most one continuation of each sequence ends, which leaves `width` others.
         let k = self.width.saturating_add(1).min(vocab_size);
         for length in 1..=self.max_length {
-            if open.is_empty() {
+            if beams.open.is_empty() {
                 break;
             }
-            let top = next(&vector(tokens)?, &vector(parents)?, k)?;
-            if top.token_ids.rank() != 2 || top.token_ids.dim(0).ok() != Some(open.len()) {
-                return Err(Error::shape("token_ids", format!("[{}, k]", open.len()), top.token_ids.dims()).into());
-            }
-            if top.log_probs.dims() != top.token_ids.dims() {
-                let expected = format!("{:?}", top.token_ids.dims());
-                return Err(Error::shape("log_probs", expected, top.log_probs.dims()).into());
-            }
-            let ids = top.token_ids.to_vec2::<u32>().map_err(Error::from)?;
-            let log_probs = transfer::matrix(&top.log_probs)?;
-            check_log_probs("log_probs", &log_probs, top.log_probs.dtype()).map_err(|error| with_ids(error, &ids))?;
-
-            let mut continued = Vec::new();
-            (tokens, parents) = (Vec::new(), Vec::new());
-            let mut first = 0;
-            while first < open.len() {
-                let sentence = open[first].sentence;
-                let rows = first..first + open[first..].iter().take_while(|o| o.sentence == sentence).count();
-                first = rows.end;
-                let mut continuations: Vec<(f64, usize, u32)> = rows
-                    .flat_map(|row| {
-                        let log_prob = open[row].log_prob;
-                        ids[row].iter().zip(&log_probs[row]).map(move |(&id, &x)| (log_prob + x, row, id))
-                    })
-                    .filter(|continuation| continuation.0 > f64::NEG_INFINITY)
-                    .collect();
-                // Among equals, the sequence that ranked higher before comes first, then the lower token id.
-                continuations.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
-                let before = continued.len();
-                for (rank, &(log_prob, row, id)) in continuations.iter().enumerate() {
-                    if continued.len() - before == self.width {
-                        break;
-                    }
-                    if id != self.end {
-                        let tokens_so_far = [&open[row].tokens[..], &[id]].concat();
-                        continued.push(Open { sentence, tokens: tokens_so_far, log_prob });
-                        tokens.push(id);
-                        parents.push(row as u32);
-                    } else if rank < self.width {
-                        finished[sentence].push(self.hypothesis(open[row].tokens.clone(), log_prob, length, true));
-                    }
-                }
-                let best_open = continued.get(before).map(|open| open.log_prob);
-                if best_open.is_none_or(|log_prob| self.is_done(&mut finished[sentence], log_prob)) {
-                    continued.truncate(before);
-                    tokens.truncate(before);
-                    parents.truncate(before);
-                }
-            }
-            open = continued;
+            let top = next(&vector(&beams.tokens)?, &vector(&beams.parents)?, k)?;
+            beams = self.extend(&beams.open, &NextIds::read(&top, beams.open.len())?, length, &mut finished);
         }
-        for Open { sentence, tokens, log_prob } in open {
+        for OpenSequence { sentence, tokens, log_prob } in beams.open {
             finished[sentence].push(self.hypothesis(tokens, log_prob, self.max_length, false));
         }
         for hypotheses in &mut finished {
@@ -272,6 +281,45 @@ impl BeamSearch {
         Ok(finished)
     }
 
+    /// Extends each open sequence by its most probable next ids, which makes sequences of this length. Those that reach
+    /// the end token go to `finished`; it returns the others, up to `width` for each sentence that is not done.
+    fn extend(&self, open: &[OpenSequence], next: &NextIds, length: usize, finished: &mut [Vec<Hypothesis>]) -> Beams {
+        let mut extended = Beams::default();
+        let mut first = 0;
+        while first < open.len() {
+            let sentence = open[first].sentence;
+            let rows = first..first + open[first..].iter().take_while(|o| o.sentence == sentence).count();
+            first = rows.end;
+            let mut continuations: Vec<(f64, usize, u32)> = rows
+                .flat_map(|row| {
+                    let log_prob = open[row].log_prob;
+                    next.token_ids[row].iter().zip(&next.log_probs[row]).map(move |(&id, &x)| (log_prob + x, row, id))
+                })
+                .filter(|continuation| continuation.0 > f64::NEG_INFINITY)
+                .collect();
+            // If log-probabilities are equal, the sequence that ranked higher before comes first, then the lower id.
+            continuations.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+            let before = extended.open.len();
+            for (rank, &(log_prob, row, id)) in continuations.iter().enumerate() {
+                if extended.open.len() - before == self.width {
+                    break;
+                }
+                if id != self.end {
+                    let tokens = [&open[row].tokens[..], &[id]].concat();
+                    extended.push(OpenSequence { sentence, tokens, log_prob }, id, row);
+                } else if rank < self.width {
+                    finished[sentence].push(self.hypothesis(open[row].tokens.clone(), log_prob, length, true));
+                }
+            }
+            let best_open = extended.open.get(before).map(|open| open.log_prob);
+            if best_open.is_none_or(|log_prob| self.is_done(&mut finished[sentence], log_prob)) {
+                extended.truncate(before);
+            }
+        }
+        extended
+    }
+
+    /// Checks the options of the search.
     fn validate(&self, vocab_size: usize) -> Result<()> {
         check_sizes(&[("width", self.width), ("max_length", self.max_length), ("n_best", self.n_best)])?;
         if self.n_best > self.width {
@@ -286,22 +334,24 @@ impl BeamSearch {
         }
     }
 
+    /// Makes the result of a sequence of this length, the end token included.
     fn hypothesis(&self, token_ids: Vec<u32>, log_prob: f64, length: usize, finished: bool) -> Hypothesis {
         Hypothesis { token_ids, log_prob, score: self.score(log_prob, length), finished }
     }
 
+    /// Divides a log-probability by the length penalty.
     fn score(&self, log_prob: f64, length: usize) -> f64 {
         log_prob / ((5.0 + length as f64) / 6.0).powf(self.length_penalty)
     }
 
-    /// Keeps the `n_best`, in descending order of score.
+    /// Sorts hypotheses in descending order of score, and keeps the `n_best`.
     fn rank(&self, hypotheses: &mut Vec<Hypothesis>) {
         hypotheses.sort_by(|a, b| b.score.total_cmp(&a.score).then_with(|| a.token_ids.cmp(&b.token_ids)));
         hypotheses.truncate(self.n_best);
     }
 
-    /// Whether no open sequence can still rank among the best: its log-probability only decreases, and its penalty is
-    /// at most the penalty at the maximum length.
+    /// Returns whether no open sequence can still rank among the `n_best`: its log-probability only decreases, and its
+    /// penalty is at most the penalty at the maximum length.
     fn is_done(&self, finished: &mut Vec<Hypothesis>, best_open: f64) -> bool {
         self.rank(finished);
         finished.len() == self.n_best
@@ -309,8 +359,8 @@ impl BeamSearch {
     }
 }
 
-/// An error of a log-probability, with the token id in place of its column.
-fn with_ids(error: Error, ids: &[Vec<u32>]) -> Error {
+/// Replaces the column in the error of a log-probability by the token id of the column.
+fn with_token_id(error: Error, ids: &[Vec<u32>]) -> Error {
     match error {
         Error::Value { argument, expected, position, index, got } => {
             Error::Value { argument, expected, position, index: ids[position][index] as usize, got }

@@ -7,9 +7,9 @@ use crate::tensors::checks::{check_dropout, check_logits, check_number, check_pr
 
 /// The activation of the contexts.
 ///
-/// The rank of a mixture of softmaxes does not need one: the logarithm of the sum is the nonlinearity. Which one learns
-/// faster depends on the recipe. With Adam and hidden states near the limits of a tanh, the K tanh layers saturate
-/// before they align with the one decoder that they share; linear contexts, and components that start alike
+/// The rank of a mixture of softmaxes does not need one: the logarithm of the sum is the nonlinearity. Which activation
+/// learns faster depends on the recipe. With Adam and hidden states near the limits of a tanh, the K tanh layers
+/// saturate before they align with the one decoder that they share; linear contexts, and components that start alike
 /// ([`MixtureConfig::similar_components`]), do not. After one epoch of the lab's `translation` (German to English, Adam
 /// at learning rate 0.002, K = 5) independent tanh contexts are far behind a softmax of as many parameters, and linear
 /// contexts that start alike are ahead of it, with less than half the perplexity of the former
@@ -34,10 +34,10 @@ use crate::tensors::checks::{check_dropout, check_logits, check_number, check_pr
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum ContextActivation {
-    /// The hyperbolic tangent, as in the paper. For SGD with small initial values.
+    /// The hyperbolic tangent, as in the paper. It suits SGD with small initial values.
     #[default]
     Tanh,
-    /// None: linear contexts. Try it first with Adam.
+    /// No activation: the contexts are linear. Try it first with Adam.
     Identity,
 }
 
@@ -65,20 +65,20 @@ pub enum ContextActivation {
 #[cfg_attr(feature = "serde", serde(from = "MixtureFields"))]
 #[non_exhaustive]
 pub struct MixtureConfig {
-    /// Size of a hidden state.
+    /// The size of a hidden state.
     pub hidden_size: usize,
-    /// Number of token ids.
+    /// The number of token ids.
     pub vocab_size: usize,
-    /// Components of the mixture, K.
+    /// The number of components of the mixture, K.
     pub components: usize,
-    /// Size of a context, d. The default is the size of a hidden state.
+    /// The size of a context, d. The default is the size of a hidden state.
     pub context_dim: usize,
     /// Whether the decoder has a bias. The default is true.
     pub decoder_bias: bool,
     /// Whether the priors have a bias. The default is false, as in the paper.
     pub prior_bias: bool,
-    /// The activation of the contexts. The default is tanh, as in the paper; see [`ContextActivation`] for when another
-    /// is better.
+    /// The activation of the contexts. The default is tanh, as in the paper; [`ContextActivation`] says when another
+    /// one is better.
     pub activation: ContextActivation,
     /// Locked dropout on the contexts while training: hidden states `[batch, seq, hidden]` share one mask per sequence
     /// (the paper's variational dropout on context vectors); hidden states `[positions, hidden]` get one mask per
@@ -91,7 +91,7 @@ pub struct MixtureConfig {
 }
 
 impl MixtureConfig {
-    /// The configuration of the paper with these sizes, without dropout. Contexts have the size of hidden states.
+    /// Makes the configuration of the paper with these sizes, without dropout. Contexts have the size of hidden states.
     pub fn new(hidden_size: usize, vocab_size: usize, components: usize) -> Self {
         MixtureConfig {
             hidden_size,
@@ -143,14 +143,14 @@ impl MixtureConfig {
         MixtureConfig { softcap: Some(cap), ..self }
     }
 
-    /// Initial values of `latent.weight` with components that start alike: `W_k` becomes
-    /// `sqrt(1 - spread^2) W_1 + spread W_k` for k > 1. The scale of the values is kept; spread 1 changes nothing, and
-    /// with spread 0 all components have the weights of the first.
+    /// Computes initial values of `latent.weight` with components that start alike: `W_k` becomes `sqrt(1 - spread^2)
+    /// W_1 + spread W_k` for k > 1. The scale of the values is kept; spread 1 changes nothing, and with spread 0 all
+    /// components have the weights of the first.
     ///
     /// All components share the decoder. If their projections start as K independent ones, the decoder serves K
     /// unrelated contexts at once, and a deep model with saturated hidden states learns slowly. Components that start
-    /// alike begin as one softmax and separate as their responsibilities do: see [`ContextActivation`] for what that is
-    /// worth.
+    /// alike begin as one softmax, and separate as their responsibilities do. [`ContextActivation`] says what that has
+    /// gained.
     ///
     /// # Shapes
     ///
@@ -191,13 +191,15 @@ impl MixtureConfig {
         let first = weight.narrow(0, 0, context_dim)?;
         let shared = (&first * (1.0 - spread * spread).sqrt())?;
         let component = |k| match k {
-            // A copy: a variable cannot be set to its own storage, which the concatenation of one tensor is.
+            // It is copied, because the concatenation of one tensor shares its storage, to which a variable cannot be
+            // set.
             0 => first.copy(),
             k => &shared + (weight.narrow(0, k * context_dim, context_dim)? * spread)?,
         };
         Ok(Tensor::cat(&(0..components).map(component).collect::<candle_core::Result<Vec<_>>>()?, 0)?)
     }
 
+    /// Checks the sizes and options.
     pub(super) fn validate(&self) -> Result<()> {
         let sizes = [
             ("hidden_size", self.hidden_size),
@@ -217,12 +219,12 @@ impl MixtureConfig {
 
 /// The parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes) or a
 /// [`MixtureOfContexts`](crate::MixtureOfContexts) as tensors: the argument of `from_tensors` and the result of
-/// `tensors`. The activation is none of them: save it beside the weights, as part of a
+/// `tensors`. The activation is not among them: save it beside the weights, as part of a
 /// [`HeadConfig`](crate::HeadConfig).
 ///
-/// Equal components with priors of weight zero, such as K copies of one softmax, get equal gradients without dropout: they
-/// stay a softmax for ever, at K times the price. [`MixtureConfig::similar_components`] makes components that start alike
-/// and part.
+/// Equal components with priors of weight zero, such as K copies of one softmax, get equal gradients without dropout:
+/// they remain one softmax, at K times the price. [`MixtureConfig::similar_components`] makes components that start
+/// alike and then separate.
 ///
 /// # Examples
 ///
@@ -262,7 +264,7 @@ pub struct MixtureTensors {
     pub decoder_bias: Option<Tensor>,
 }
 
-/// The configuration as deserialized: sizes are required, options have the defaults of `new`.
+/// The fields of a configuration that is deserialized: sizes are required, options have the defaults of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct MixtureFields {
@@ -295,12 +297,14 @@ impl From<MixtureFields> for MixtureConfig {
     }
 }
 
+/// Returns the default of an option that is on unless a file says otherwise.
 #[cfg(feature = "serde")]
-pub(super) fn yes() -> bool {
+pub(super) fn default_true() -> bool {
     true
 }
 
+/// Returns the default of a scale.
 #[cfg(feature = "serde")]
-pub(super) fn one() -> f64 {
+pub(super) fn default_scale() -> f64 {
     1.0
 }

@@ -1,5 +1,5 @@
-//! The output layer of Yang et al. (2018, arXiv 1711.03953), section 2.3: K contexts and their priors by linear maps,
-//! and a mixture of K softmaxes.
+//! The projection of Yang et al. (2018, arXiv 1711.03953), section 2.3, from a hidden state to K contexts and their
+//! priors by linear maps, and the output layer that mixes K softmaxes of these contexts.
 
 use candle_core::{Tensor, D};
 use candle_nn::VarBuilder;
@@ -14,8 +14,8 @@ use crate::decoding::Sampler;
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_alike, check_dropout, check_elements, check_float, check_product, check_sizes};
 use crate::tensors::dropout::DropoutMasks;
-use crate::tensors::initial_values::linear;
-use crate::tensors::linear::layer;
+use crate::tensors::initial_values::linear_init;
+use crate::tensors::linear::{linear_layer, LinearOperands};
 use crate::tensors::permutation::inverse;
 
 /// A mixture of K softmaxes, each with its own context:
@@ -25,8 +25,8 @@ use crate::tensors::permutation::inverse;
 /// ```
 ///
 /// The logarithm of a sum of softmaxes is not linear in the contexts, so d does not bound the rank of the matrix of
-/// log-probabilities, as it does with one softmax. Cost: the time of K softmaxes of width d, and the workspace of one;
-/// the contexts `[positions, K, d]` and their gradients grow with K.
+/// log-probabilities, as it does with one softmax. It costs the time of K softmaxes of width d, and the workspace of
+/// one; the contexts `[positions, K, d]` and their gradients grow with K.
 ///
 /// # Examples
 ///
@@ -113,23 +113,23 @@ impl Projection for Contexts {
         self.prior_weight.dims()[0]
     }
 
-    /// The log-priors are in f32 for half-precision states.
+    /// Computes contexts and log-priors; the log-priors are in f32 for half-precision states.
     fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
         let leading = &hidden.dims()[..hidden.rank() - 1];
-        let rows = hidden.reshape(((), self.hidden_size()))?;
-        let log_priors = self.log_priors(&rows, &[leading, &[self.components()]].concat())?;
-        let mut contexts = self.contexts(&rows, &[leading, &[self.components(), self.context_dim()]].concat())?;
+        let states = hidden.reshape(((), self.hidden_size()))?;
+        let log_priors = self.log_priors(&states, &[leading, &[self.components()]].concat())?;
+        let mut contexts = self.contexts(&states, &[leading, &[self.components(), self.context_dim()]].concat())?;
         if let Some(mask) = dropout.locked_mask(&contexts, self.dropout)? {
             contexts = contexts.broadcast_mul(&mask)?;
         }
         Ok((contexts, Some(log_priors)))
     }
 
-    /// Computes the drawn contexts only.
+    /// Draws a component at each position, and computes the contexts of these components only.
     fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
-        let rows = hidden.reshape(((), self.hidden_size()))?;
-        let log_priors = self.log_priors(&rows, &[rows.dim(0)?, self.components()])?;
-        Ok(Some(self.chosen_contexts(hidden, &sampler.choose(&log_priors.detach(), log_priors.dtype())?)?))
+        let states = hidden.reshape(((), self.hidden_size()))?;
+        let log_priors = self.log_priors(&states, &[states.dim(0)?, self.components()])?;
+        Ok(Some(self.drawn_contexts(hidden, &sampler.choose(&log_priors.detach(), log_priors.dtype())?)?))
     }
 
     fn frozen(&self) -> Result<Box<dyn Projection + '_>> {
@@ -146,13 +146,13 @@ impl Projection for Contexts {
 impl Configured for Contexts {
     type Config = MixtureConfig;
 
-    /// Variables `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias` `[K * d]` and, if
-    /// configured, `prior.bias` `[K]`: uniform within 1 / sqrt(hidden), as in the released code and in PyTorch's
-    /// `nn.Linear`.
+    /// Makes the variables `prior.weight` `[K, hidden]`, `latent.weight` `[K * d, hidden]`, `latent.bias` `[K * d]`
+    /// and, if configured, `prior.bias` `[K]`: uniform within 1 / sqrt(hidden), as in the released code and in
+    /// PyTorch's `nn.Linear`.
     fn new(config: &MixtureConfig, vb: &VarBuilder) -> Result<Self> {
         config.validate()?;
         let &MixtureConfig { hidden_size, context_dim, components, .. } = config;
-        let init = linear(hidden_size);
+        let init = linear_init(hidden_size);
         let (prior, latent) = (vb.pp("prior"), vb.pp("latent"));
         let prior_weight = prior.get_with_hints((components, hidden_size), "weight", init)?;
         let prior_bias = config.prior_bias.then(|| prior.get_with_hints(components, "bias", init)).transpose()?;
@@ -173,6 +173,7 @@ impl Configured for Contexts {
 }
 
 impl Contexts {
+    /// Checks the parameters of a head, and makes its projection, without dropout.
     fn from_tensors(tensors: &MixtureTensors, activation: ContextActivation) -> Result<Self> {
         let matrix = |argument, tensor: &Tensor| match *tensor.dims() {
             [rows, columns] => check_elements(argument, tensor.dims()).map(|_| (rows, columns)),
@@ -207,20 +208,22 @@ impl Contexts {
         })
     }
 
-    /// hidden `[.., H]` -> the context of one component of each position, `[.., 1, d]`. Not differentiable.
-    fn chosen_contexts(&self, hidden: &Tensor, chosen: &[u32]) -> Result<Tensor> {
+    /// Computes the contexts `[.., 1, d]` of the component that has been drawn at each position, from hidden states
+    /// `[.., hidden]`. Not differentiable.
+    fn drawn_contexts(&self, hidden: &Tensor, drawn: &[u32]) -> Result<Tensor> {
         let shape = [&hidden.dims()[..hidden.rank() - 1], &[1, self.context_dim()]].concat();
-        let rows = hidden.reshape(((), self.hidden_size()))?.detach();
-        // Rows sorted by component, and the inverse permutation.
-        let mut order: Vec<u32> = (0..chosen.len() as u32).collect();
-        order.sort_by_key(|&row| chosen[row as usize]);
+        let states = hidden.reshape(((), self.hidden_size()))?.detach();
+        // `order` has the positions sorted by component, and `places` is the inverse permutation.
+        let mut order: Vec<u32> = (0..drawn.len() as u32).collect();
+        order.sort_by_key(|&position| drawn[position as usize]);
         let places = inverse(&order);
-        let index = |rows: &[u32]| Tensor::new(rows, hidden.device());
-        let contexts = order.chunk_by(|&a, &b| chosen[a as usize] == chosen[b as usize]).map(|of_one| {
-            let first = chosen[of_one[0] as usize] as usize * self.context_dim();
+        let index = |positions: &[u32]| Tensor::new(positions, hidden.device());
+        let has_same_component = |&a: &u32, &b: &u32| drawn[a as usize] == drawn[b as usize];
+        let contexts = order.chunk_by(has_same_component).map(|positions| {
+            let first = drawn[positions[0] as usize] as usize * self.context_dim();
             let weight = self.latent_weight.narrow(0, first, self.context_dim())?.detach();
             let bias = self.latent_bias.narrow(0, first, self.context_dim())?.detach();
-            let z = rows.index_select(&index(of_one)?, 0)?.matmul(&weight.t()?)?.broadcast_add(&bias)?;
+            let z = states.index_select(&index(positions)?, 0)?.matmul(&weight.t()?)?.broadcast_add(&bias)?;
             Ok(match self.activation {
                 ContextActivation::Tanh => z.tanh()?,
                 ContextActivation::Identity => z,
@@ -233,8 +236,9 @@ impl Contexts {
         Ok(Tensor::cat(&contexts, 0)?.index_select(&index(&places)?, 0)?.reshape(shape)?)
     }
 
-    /// `activation(W h + b)` of all components, `[rows, K * d]` in another shape.
-    fn contexts(&self, rows: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    /// Computes `activation(W h + b)` of all components, `[positions, K * d]` in the given shape, from hidden states
+    /// `[positions, hidden]`.
+    fn contexts(&self, states: &Tensor, shape: &[usize]) -> Result<Tensor> {
         let activation = self.activation;
         let forward = move |z: Tensor, bias: Option<&Tensor>| match (activation, bias) {
             (ContextActivation::Tanh, Some(bias)) => backend::bias_tanh(&z, bias),
@@ -246,18 +250,12 @@ impl Contexts {
             ContextActivation::Tanh => backend::tanh_gradient(result, upstream),
             ContextActivation::Identity => Ok(upstream.clone()),
         };
-        layer(
-            "contexts",
-            (rows, &self.latent_weight, Some(&self.latent_bias)),
-            shape,
-            backend::matmul,
-            forward,
-            gradient,
-        )
+        let operands = LinearOperands { input: states, weight: &self.latent_weight, bias: Some(&self.latent_bias) };
+        linear_layer("contexts", operands, shape, backend::matmul, forward, gradient)
     }
 
-    /// `log softmax(W h + b)`, `[rows, K]` in another shape.
-    fn log_priors(&self, rows: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    /// Computes `log softmax(W h + b)`, `[positions, K]` in the given shape, from hidden states `[positions, hidden]`.
+    fn log_priors(&self, states: &Tensor, shape: &[usize]) -> Result<Tensor> {
         let forward = |z: Tensor, bias: Option<&Tensor>| {
             let z = match bias {
                 Some(bias) => z.broadcast_add(bias)?,
@@ -272,18 +270,19 @@ impl Contexts {
             let total = upstream.sum_keepdim(D::Minus1)?;
             Ok((upstream - log_priors.exp()?.broadcast_mul(&total)?)?)
         };
-        layer("priors", (rows, &self.prior_weight, self.prior_bias.as_ref()), shape, backend::matmul, forward, gradient)
+        let operands = LinearOperands { input: states, weight: &self.prior_weight, bias: self.prior_bias.as_ref() };
+        linear_layer("priors", operands, shape, backend::matmul, forward, gradient)
     }
 }
 
 /// Heads whose contexts are linear maps of the hidden state: [`MixtureOfSoftmaxes`] and
 /// [`MixtureOfContexts`](crate::MixtureOfContexts).
 impl<P: Projection + From<Contexts> + AsRef<Contexts>> Head<P> {
-    /// A head from its parameters.
+    /// Makes a head from its parameters.
     ///
     /// # Shapes
     ///
-    /// As the fields of [`MixtureTensors`] say.
+    /// The fields of [`MixtureTensors`] have them.
     ///
     /// # Errors
     ///
@@ -293,23 +292,23 @@ impl<P: Projection + From<Contexts> + AsRef<Contexts>> Head<P> {
         Head::from_parts(contexts.into(), Decoder::from_tensors(tensors.decoder_weight, tensors.decoder_bias)?)
     }
 
-    /// The parameters, to export, freeze, tie or watch: tensors that share their storage with the head, except computed
-    /// rows.
+    /// Returns the parameters, to export, freeze, tie or watch: tensors that share their storage with the head, except
+    /// computed rows.
     ///
     /// # Shapes
     ///
-    /// As the fields of [`MixtureTensors`] say.
+    /// The fields of [`MixtureTensors`] have them.
     ///
     /// # Errors
     ///
-    /// As for [`Decoder::weight`].
+    /// The errors of [`Decoder::weight`].
     pub fn tensors(&self) -> Result<MixtureTensors> {
         let Contexts { prior_weight, prior_bias, latent_weight, latent_bias, .. } = self.projection().as_ref().clone();
         let (decoder_weight, decoder_bias) = (self.weight()?, self.bias().cloned());
         Ok(MixtureTensors { prior_weight, prior_bias, latent_weight, latent_bias, decoder_weight, decoder_bias })
     }
 
-    /// The head with another probability of locked dropout on its contexts while training, see
+    /// Returns the head with another probability of locked dropout on its contexts while training, see
     /// [`MixtureConfig::dropout`].
     ///
     /// # Errors

@@ -1,4 +1,5 @@
-//! A head: a projection and a decoder.
+//! The head, a projection and a decoder: it computes each result from the mixture of the projection's contexts under
+//! the decoder.
 
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
@@ -57,8 +58,8 @@ pub struct Head<P> {
 }
 
 impl<P: Configured> Head<P> {
-    /// A head with new variables. The projection names its own; the decoder has `decoder.weight` `[vocab, d]`, uniform
-    /// within 0.1, and `decoder.bias` `[vocab]`, zero.
+    /// Makes a head with new variables. The projection names its own; the decoder has `decoder.weight` `[vocab, d]`,
+    /// uniform within 0.1, and `decoder.bias` `[vocab]`, zero.
     ///
     /// # Errors
     ///
@@ -68,7 +69,8 @@ impl<P: Configured> Head<P> {
         Ok(Head { projection: P::new(config, &vb)?, decoder: Decoder::new(&P::decoder(config), vb)? })
     }
 
-    /// A head whose decoder is tied to the matrix of an embedding, `[vocab, d]`; the gradients of both uses are summed.
+    /// Makes a head whose decoder is tied to the matrix of an embedding, `[vocab, d]`; the gradients of both uses are
+    /// summed.
     ///
     /// # Shapes
     ///
@@ -76,24 +78,24 @@ impl<P: Configured> Head<P> {
     ///
     /// # Errors
     ///
-    /// If the embedding is of another shape, or as for [`Head::new`].
+    /// If the embedding is of another shape, and the errors of [`Head::new`].
     pub fn tied(config: &P::Config, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
         Ok(Head { projection: P::new(config, &vb)?, decoder: Decoder::tied(&P::decoder(config), embedding, vb)? })
     }
 
-    /// A head whose decoder's rows are computed from spellings, `[vocab, d]`. They are computed anew for each call: for
-    /// evaluation and decoding see [`OutputLayer::frozen`].
+    /// Makes a head whose decoder's rows `[vocab, d]` are computed from spellings. They are computed anew for each
+    /// call; for evaluation and decoding, [`OutputLayer::frozen`] computes them once.
     ///
     /// # Errors
     ///
-    /// If the rows are of another shape, or as for [`Head::new`].
+    /// If the rows are of another shape, and the errors of [`Head::new`].
     pub fn with_char_cnn(config: &P::Config, cnn: CharCnn, vb: VarBuilder) -> Result<Self> {
         Ok(Head { projection: P::new(config, &vb)?, decoder: Decoder::with_char_cnn(&P::decoder(config), cnn, vb)? })
     }
 }
 
 impl<P: Projection> Head<P> {
-    /// The head of this projection and this decoder.
+    /// Makes the head of this projection and this decoder.
     ///
     /// # Errors
     ///
@@ -107,46 +109,46 @@ impl<P: Projection> Head<P> {
         }
     }
 
-    /// The projection.
+    /// Returns the projection.
     pub fn projection(&self) -> &P {
         &self.projection
     }
 
-    /// The decoder.
+    /// Returns the decoder.
     pub fn decoder(&self) -> &Decoder {
         &self.decoder
     }
 
-    /// The decoder's weight, `[vocab, d]`, without the product of an adapter.
+    /// Returns the decoder's weight, `[vocab, d]`, without the product of an adapter.
     ///
     /// # Errors
     ///
-    /// As for [`Decoder::weight`].
+    /// The errors of [`Decoder::weight`].
     pub fn weight(&self) -> Result<Tensor> {
         self.decoder.weight()
     }
 
-    /// The decoder's bias, `[vocab]`.
+    /// Returns the decoder's bias, `[vocab]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.decoder.bias()
     }
 
-    /// The head with a low-rank adapter (Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models. ICLR 2022,
-    /// arXiv 2106.09685), in place of another one: the decoder's weight acts as `W + s B A`, a sum that is never
+    /// Returns the head with a low-rank adapter (Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models. ICLR
+    /// 2022, arXiv 2106.09685), in place of another one: the decoder's weight acts as `W + s B A`, a sum that is never
     /// formed. A and B get their gradients; the weight gets one only if it is a variable.
     ///
     /// # Errors
     ///
-    /// As for [`Decoder::with_adapter`].
+    /// The errors of [`Decoder::with_adapter`].
     pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
         Ok(Head { projection: self.projection, decoder: self.decoder.with_adapter(adapter)? })
     }
 
-    /// The head with weight and bias of the decoder as constants, which get no gradient and cost no product for one: to
-    /// train the projection, an adapter or the layers before on a frozen decoder. The projection and an adapter, whether it
-    /// is there already or is added afterwards, still get their gradients ([`OutputLayer::frozen`] freezes them too).
-    /// A weight is shared with its variable and not copied; where it is tied to an embedding, the embedding's gradient is
-    /// that of its other use alone. Rows from spellings are computed once, here.
+    /// Returns the head with the decoder's weight and bias as constants, which get no gradient and cost no product for
+    /// one: to train the projection, an adapter or earlier layers on a frozen decoder. The projection and an adapter
+    /// still get their gradients, even if the adapter is added afterwards ([`OutputLayer::frozen`] freezes them too). A
+    /// weight is shared with its variable and not copied; an embedding that is tied to it gets only the gradient of its
+    /// other use. Rows from spellings are computed once, here.
     ///
     /// # Errors
     ///
@@ -177,11 +179,12 @@ impl<P: Projection> Head<P> {
         Ok(Head { projection: self.projection, decoder: self.decoder.with_constant_rows()? })
     }
 
-    /// The head whose decoder's weight is the constant `W + s B A`, without an adapter: to export it, or to serve it.
+    /// Returns the head whose decoder's weight is the constant `W + s B A`, without an adapter: to export it, or to
+    /// serve it.
     ///
     /// # Errors
     ///
-    /// As for [`Decoder::merged`].
+    /// The errors of [`Decoder::merged`].
     pub fn merged(&self) -> Result<Self>
     where
         P: Clone,
@@ -189,7 +192,7 @@ impl<P: Projection> Head<P> {
         Ok(Head { projection: self.projection.clone(), decoder: self.decoder.merged()? })
     }
 
-    /// The head with another scale of the logits, bias included, before the softcap.
+    /// Returns the head with another scale of the logits, bias included, before the softcap.
     ///
     /// # Errors
     ///
@@ -198,8 +201,8 @@ impl<P: Projection> Head<P> {
         Ok(Head { projection: self.projection, decoder: self.decoder.with_logit_scale(logit_scale)? })
     }
 
-    /// The head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language
-    /// Models at a Practical Size. 2024, arXiv 2408.00118).
+    /// Returns the head with softly bounded logits: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open
+    /// Language Models at a Practical Size. 2024, arXiv 2408.00118).
     ///
     /// # Errors
     ///
@@ -210,6 +213,7 @@ impl<P: Projection> Head<P> {
 }
 
 impl<P: Projection> Head<P> {
+    /// Checks that hidden states match the head.
     fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
         self.decoder.check_hidden(hidden, self.hidden_size(), self.projection.has_parameters())
     }
@@ -250,7 +254,7 @@ impl<P: Projection> OutputLayer for Head<P> {
                 Ok(ChunkTerms::new(values, column(0)?).with_by_entropy(column(1)?))
             },
         );
-        loss.map_err(|error| error.among(&counted))
+        loss.map_err(|error| error.with_position_from(&counted))
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
@@ -301,7 +305,7 @@ impl<P: Projection> MixtureLayer for Head<P> {
     }
 
     fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
-        // A boxed projection, whatever this one is: a frozen head can be frozen, and each would have a type of its own.
+        // The projection is boxed, since a frozen head can be frozen again: otherwise each would have another type.
         Ok(Box::new(Head { projection: self.projection.frozen()?, decoder: self.decoder.frozen()? }))
     }
 }

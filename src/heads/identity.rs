@@ -35,15 +35,15 @@ use crate::tensors::dropout::DropoutMasks;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct SoftmaxConfig {
-    /// Size of a hidden state.
+    /// The size of a hidden state.
     pub hidden_size: usize,
-    /// Number of token ids.
+    /// The number of token ids.
     pub vocab_size: usize,
     /// Whether the decoder has a bias. The default is true.
-    #[cfg_attr(feature = "serde", serde(default = "super::config::yes"))]
+    #[cfg_attr(feature = "serde", serde(default = "super::config::default_true"))]
     pub decoder_bias: bool,
     /// The scale of the logits, bias included, before the softcap. The default is 1.
-    #[cfg_attr(feature = "serde", serde(default = "super::config::one"))]
+    #[cfg_attr(feature = "serde", serde(default = "super::config::default_scale"))]
     pub logit_scale: f64,
     /// The softcap of the logits, `z = cap tanh(z / cap)`. The default is none.
     #[cfg_attr(feature = "serde", serde(default))]
@@ -51,7 +51,7 @@ pub struct SoftmaxConfig {
 }
 
 impl SoftmaxConfig {
-    /// A head of these sizes, with a bias.
+    /// Makes the configuration of a head of these sizes, with a bias.
     pub fn new(hidden_size: usize, vocab_size: usize) -> Self {
         SoftmaxConfig { hidden_size, vocab_size, decoder_bias: true, logit_scale: 1.0, softcap: None }
     }
@@ -72,6 +72,7 @@ impl SoftmaxConfig {
         SoftmaxConfig { softcap: Some(cap), ..self }
     }
 
+    /// Checks the sizes and options.
     fn validate(&self) -> Result<()> {
         check_sizes(&[("hidden_size", self.hidden_size)])?;
         check_vocab(self.vocab_size)?;
@@ -82,9 +83,9 @@ impl SoftmaxConfig {
 
 /// One softmax over a linear map: `P(v) = softmax(W h + b)_v`.
 ///
-/// The log-probabilities of all positions, `H W^T + 1 b^T - lse 1^T`, form a matrix of rank at most `hidden + 2`,
-/// without a bias `hidden + 1`: the softmax bottleneck. Cost: one linear cross-entropy, fused: the logits of one chunk
-/// of positions are held at a time.
+/// The log-probabilities of all positions, `H W^T + 1 b^T - lse 1^T`, form a matrix of rank at most `hidden + 2`, or
+/// `hidden + 1` without a bias: the softmax bottleneck. It costs one linear cross-entropy, which is fused: only the
+/// logits of one chunk of positions are held at a time.
 ///
 /// # Examples
 ///
@@ -105,7 +106,7 @@ impl SoftmaxConfig {
 /// # }
 /// ```
 ///
-/// From an existing `Linear`:
+/// A head from an existing `Linear`:
 ///
 /// ```
 /// # fn main() -> mos_head::Result<()> {
@@ -124,7 +125,7 @@ impl SoftmaxConfig {
 /// # }
 /// ```
 ///
-/// With a computed weight, whose parameters get their gradients (for a low-rank adapter see
+/// A head with a computed weight, whose parameters get their gradients (for a low-rank adapter see
 /// [`LowRankAdapter`](crate::parts::LowRankAdapter), which does not compute the weight):
 ///
 /// ```
@@ -206,7 +207,7 @@ impl Configured for Identity {
 }
 
 impl Head<Identity> {
-    /// A head from its weight `[vocab, hidden]` and bias `[vocab]`.
+    /// Makes a head from its weight `[vocab, hidden]` and bias `[vocab]`.
     ///
     /// # Shapes
     ///
@@ -225,7 +226,7 @@ impl Head<Identity> {
 impl TryFrom<Linear> for Head<Identity> {
     type Error = Error;
 
-    /// The head with the parameters of a linear layer, `[vocab, hidden]` and `[vocab]`; an error as for
+    /// Makes the head with the parameters of a linear layer, `[vocab, hidden]` and `[vocab]`. Its errors are those of
     /// [`Head::from_tensors`].
     fn try_from(linear: Linear) -> Result<Self> {
         Self::from_tensors(linear.weight().clone(), linear.bias().cloned())

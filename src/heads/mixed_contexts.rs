@@ -1,4 +1,5 @@
-//! The baseline of the paper with as many parameters: a mixture of K contexts under one softmax.
+//! The baseline of Yang et al. (2018, arXiv 1711.03953), section 2.4, with the parameters of a mixture of softmaxes: a
+//! mixture of K contexts under one softmax.
 
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
@@ -17,10 +18,10 @@ use crate::tensors::dropout::DropoutMasks;
 /// ```
 ///
 /// It has the parameters of a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), but the rank of one softmax of width
-/// d: a control that separates the gain of the mixture's rank from the gain of its parameters. Cost: one softmax of
+/// d: a control that separates the gain of the mixture's rank from the gain of its parameters. It costs one softmax of
 /// width d, and the contexts. In the lab's runs it has most of a mixture's gain on translation (Multi30k); on Penn
-/// Treebank it is behind a softmax after 4 epochs (two seeds) and ahead after 8 (one seed). (Yang et al., 2018, coined the
-/// term; the sparse attention of the same name is unrelated.)
+/// Treebank it is behind a softmax after 4 epochs (two seeds) and ahead after 8 (one seed). (Yang et al., 2018, coined
+/// the term; the sparse attention of the same name is unrelated.)
 ///
 /// # Examples
 ///
@@ -95,10 +96,10 @@ impl<P: Projection> Projection for MixedContexts<P> {
             [leading @ .., components, context_dim] => (leading, *components, *context_dim),
             dims => return Err(Error::shape("contexts", "[.., components, context_dim]", dims)),
         };
-        // [rows, 1, d] = [rows, 1, K] [rows, K, d]
-        let rows: usize = leading.iter().product();
-        let priors = priors.reshape((rows, 1, components))?;
-        let mixed = priors.matmul(&contexts.reshape((rows, components, context_dim))?)?;
+        // [positions, 1, d] = [positions, 1, K] [positions, K, d]
+        let positions: usize = leading.iter().product();
+        let priors = priors.reshape((positions, 1, components))?;
+        let mixed = priors.matmul(&contexts.reshape((positions, components, context_dim))?)?;
         Ok((mixed.reshape([leading, &[1, context_dim]].concat())?, None))
     }
 

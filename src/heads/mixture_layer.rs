@@ -12,8 +12,8 @@ use crate::tensors::dropout::DropoutMasks;
 
 /// An output layer that reduces to one [`Mixture`] of softmaxes, as every [`Head`](crate::Head) does.
 ///
-/// Your own, if it is not a [`Projection`](crate::parts::Projection) and a decoder, implements `mixture`, and the
-/// methods of [`OutputLayer`] by it, such as `self.mixture(hidden, options.dropout)?.loss(targets, options)`.
+/// A layer of your own that is not a [`Projection`](crate::parts::Projection) and a decoder implements `mixture`, and
+/// the methods of [`OutputLayer`] by it, such as `self.mixture(hidden, options.dropout)?.loss(targets, options)`.
 ///
 /// # Examples
 ///
@@ -34,12 +34,12 @@ use crate::tensors::dropout::DropoutMasks;
 /// # }
 /// ```
 pub trait MixtureLayer: OutputLayer {
-    /// The number of softmaxes that are mixed: 1 for a [`MixtureOfContexts`](crate::MixtureOfContexts), which mixes
-    /// contexts.
+    /// Returns the number of softmaxes that are mixed: 1 for a [`MixtureOfContexts`](crate::MixtureOfContexts), which
+    /// mixes contexts.
     fn components(&self) -> usize;
 
-    /// The mixture of these hidden states `[.., hidden]`. A loss passes [`LossOptions::dropout`]; decoding has no
-    /// dropout.
+    /// Computes the mixture of these hidden states `[.., hidden]`. A loss passes [`LossOptions::dropout`]; decoding has
+    /// no dropout.
     ///
     /// # Shapes
     ///
@@ -50,7 +50,7 @@ pub trait MixtureLayer: OutputLayer {
     /// If the last dimension, dtype or device of the hidden states does not match the head.
     fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture>;
 
-    /// How [`OutputLayer::loss`] would split the work into chunks.
+    /// Plans how [`OutputLayer::loss`] would split the work into chunks.
     ///
     /// # Shapes
     ///
@@ -58,22 +58,22 @@ pub trait MixtureLayer: OutputLayer {
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::loss`], or if the budget cannot hold one position.
+    /// The errors of [`OutputLayer::loss`], or if the budget cannot hold one position.
     fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
         self.mixture(hidden, DropoutMasks::Off)?.plan(options)
     }
 
-    /// The layer as a constant, as [`OutputLayer::frozen`] returns it, for what is built of it. By default it is the
-    /// layer itself, whose parameters go on getting gradients.
+    /// Returns the layer as a constant, as [`OutputLayer::frozen`] does, but still as a mixture, for a head that is
+    /// built from this layer. By default it is the layer itself, whose parameters still get gradients.
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::frozen`].
+    /// The errors of [`OutputLayer::frozen`].
     fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
         Ok(Box::new(self))
     }
 
-    /// The mixture without its least probable components, see [`Mixture::prune`].
+    /// Computes the mixture without its least probable components, see [`Mixture::prune`].
     ///
     /// # Shapes
     ///
@@ -81,7 +81,7 @@ pub trait MixtureLayer: OutputLayer {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::prune`].
+    /// The errors of [`Mixture::prune`].
     fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
         self.mixture(hidden, DropoutMasks::Off)?.prune(mass)
     }

@@ -1,4 +1,4 @@
-//! The trait of all heads: hidden states in, losses, log-probabilities and token ids out.
+//! The trait of all heads, which turn hidden states into losses, log-probabilities and token ids.
 
 use std::any::type_name;
 use std::fmt::Debug;
@@ -46,7 +46,7 @@ use crate::tensors::dropout::DropoutMasks;
 ///
 /// # Examples
 ///
-/// A head chosen at run time:
+/// A model chooses its head at run time:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -73,7 +73,7 @@ use crate::tensors::dropout::DropoutMasks;
 /// # }
 /// ```
 ///
-/// Your own head, `P(v) = (1 - epsilon) softmax(W h)_v + epsilon / V`:
+/// A head of your own has `P(v) = (1 - epsilon) softmax(W h)_v + epsilon / V`:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, D};
@@ -103,8 +103,8 @@ use crate::tensors::dropout::DropoutMasks;
 ///     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
 ///         // Ignored targets need not be token ids.
 ///         let (hidden, ids) = options.mask_ignored(hidden, targets)?;
-///         let of_ids = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
-///         Loss::from_nll(&of_ids.squeeze(D::Minus1)?.neg()?, targets, options)
+///         let log_probs = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
+///         Loss::from_nll(&log_probs.squeeze(D::Minus1)?.neg()?, targets, options)
 ///     }
 /// }
 ///
@@ -119,17 +119,17 @@ use crate::tensors::dropout::DropoutMasks;
 /// # }
 /// ```
 pub trait OutputLayer: Debug + Send + Sync {
-    /// The size of the hidden states.
+    /// Returns the size of the hidden states.
     fn hidden_size(&self) -> usize;
 
-    /// The size of the vocabulary.
+    /// Returns the size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
-    /// The loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of the hidden
-    /// states and of every parameter that is a variable. Whether those reach the variables before the hidden states
-    /// depends on the model: [`Loss::check_gradients`] names the ones that they do not reach.
+    /// Computes the loss of targets `[..]` (u8, u32 or i64) after hidden states `[.., hidden]`, with the gradients of
+    /// the hidden states and of every parameter that is a variable. The model decides whether gradients reach the
+    /// variables of earlier layers: [`Loss::check_gradients`] names the variables that they do not reach.
     ///
-    /// An option that a head does not support is [`Error::Unsupported`](crate::Error::Unsupported), never ignored.
+    /// A head ignores no option: one that it does not support is [`Error::Unsupported`](crate::Error::Unsupported).
     ///
     /// # Shapes
     ///
@@ -142,11 +142,12 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// or an option is out of range or not supported.
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss>;
 
-    /// Log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
+    /// Computes log-probabilities `[.., vocab]` after hidden states `[.., hidden]`, without dropout. Differentiable.
     ///
-    /// The samplers of other crates take them in place of logits. Only a penalty of repetition, which depends on the sign
-    /// of a logit, is not the same: for one softmax, [`Mixture::logits`](crate::Mixture::logits) are what it needs. The
-    /// sampler of candle-transformers takes `[vocab]` (here from `hidden` `[1, hidden]`):
+    /// The samplers of other crates take them in place of logits. Only a penalty of repetition has another effect,
+    /// because it depends on the sign of a logit: for one softmax, it needs
+    /// [`Mixture::logits`](crate::Mixture::logits). The sampler of candle-transformers takes `[vocab]` (here from
+    /// `hidden` `[1, hidden]`):
     ///
     /// ```ignore
     /// use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -165,8 +166,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// If the last dimension, dtype or device of the hidden states does not match the head.
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor>;
 
-    /// Log-probabilities `[.., vocab]` in another dtype. The heads of this crate do not round them to half precision
-    /// first if it is f32; by default [`OutputLayer::log_probs`] are converted.
+    /// Computes log-probabilities `[.., vocab]` in another dtype. The heads of this crate do not first round them to
+    /// half precision if the dtype is f32; by default this converts the result of [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
@@ -175,15 +176,15 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::log_probs`].
+    /// The errors of [`OutputLayer::log_probs`].
     fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
         Ok(self.log_probs(hidden)?.to_dtype(dtype)?)
     }
 
-    /// The log-probability of given token ids after hidden states `[.., hidden]`, and the entropy, the mass outside the
-    /// ids and whether an id is the most probable of all if the options ask for them. Differentiable. Heads that are
-    /// one mixture compute them without a tensor of the vocabulary's size, see
-    /// [`Mixture::score`](crate::Mixture::score); by default they are composed from [`OutputLayer::log_probs`].
+    /// Computes the log-probability of given token ids after hidden states `[.., hidden]` and, if the options ask for
+    /// them, the entropy, the mass outside the ids and whether an id is the argmax. Differentiable. Heads that are one
+    /// mixture compute them without a tensor of the vocabulary's size, see [`Mixture::score`](crate::Mixture::score);
+    /// by default they are composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
@@ -194,16 +195,16 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// As for the targets of [`OutputLayer::loss`], or if an option is out of range.
+    /// The errors that [`OutputLayer::loss`] has for targets, or if an option is out of range.
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         candidates("token_ids", token_ids, leading(hidden)?)?;
         let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         Scores::from_rounded(&self.log_probs_as(hidden, dtype)?, hidden.dtype(), token_ids, options)
     }
 
-    /// The loss of a policy gradient over sampled tokens, PPO's and GRPO's: see [`PolicyOptions`]. Heads that are one
-    /// mixture compute it and its gradients in three products, without a tensor of the vocabulary's size; by default it
-    /// is composed from [`OutputLayer::score`]. There is no dropout.
+    /// Computes the loss of a policy gradient over sampled tokens, that of PPO and GRPO: see [`PolicyOptions`]. Heads
+    /// that are one mixture compute it and its gradients in three products, without a tensor of the vocabulary's size;
+    /// by default it is composed from [`OutputLayer::score`]. There is no dropout.
     ///
     /// # Shapes
     ///
@@ -212,8 +213,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// As for the targets of [`OutputLayer::loss`], if an option is out of range, or if the batch lacks what an option
-    /// needs.
+    /// The errors that [`OutputLayer::loss`] has for targets, or if an option is out of range or the batch lacks a
+    /// tensor that an option needs.
     ///
     /// # Examples
     ///
@@ -246,26 +247,26 @@ pub trait OutputLayer: Debug + Send + Sync {
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
         let scores = self.score(&rows, &terms.token_ids, &options.scores());
-        loss_of_scores(&terms, scores.map_err(|error| error.among(&terms.positions))?)
+        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 
-    /// The divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its gradients. For
-    /// a head that is one mixture this costs what a loss costs, and one product more if the teacher is a mixture: see
-    /// [`Mixture::distill`](crate::Mixture::distill). [`Loss::nll`] has the objective of each position that counts, in
-    /// their order, without weights.
+    /// Computes the divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its
+    /// gradients. For a head that is one mixture it costs as much as a loss, and one product more if the teacher is a
+    /// mixture: see [`Mixture::distill`](crate::Mixture::distill). [`Loss::nll`] has the objective of each position
+    /// that counts, in their order, without weights.
     ///
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
     /// - teacher: a mixture of contexts `[.., K, d]`, log-probabilities `[.., vocab]`, or a list `[.., n]`
-    /// - [`Loss::nll`]: `[positions]`, of those that count
+    /// - [`Loss::nll`]: `[positions]`, one for each position that counts
     ///
     /// # Errors
     ///
-    /// If the shapes, the vocabulary or the devices of teacher and student differ, an id is not in the vocabulary, or an
-    /// option is out of range. [`Error::InfiniteDivergence`](crate::Error::InfiniteDivergence) if a divergence is infinite
-    /// at a position, because student and teacher have other possible ids. On a GPU, where nothing waits for the values, the
-    /// loss is infinite instead.
+    /// If the shapes, the vocabulary or the devices of teacher and student differ, an id is not in the vocabulary, or
+    /// an option is out of range. [`Error::InfiniteDivergence`](crate::Error::InfiniteDivergence) if a divergence is
+    /// infinite at a position, because an id is possible for only one of student and teacher. On a GPU, where the call
+    /// does not wait for the values, the loss is infinite instead.
     ///
     /// # Examples
     ///
@@ -292,7 +293,7 @@ pub trait OutputLayer: Debug + Send + Sync {
         distillation.composed(|| self.log_probs(&rows), |ids, options| self.score(&rows, ids, options))
     }
 
-    /// The log-probability of given token ids after hidden states `[.., hidden]`. Differentiable.
+    /// Computes the log-probability of given token ids after hidden states `[.., hidden]`. Differentiable.
     ///
     /// # Shapes
     ///
@@ -302,7 +303,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// As for the targets of [`OutputLayer::loss`].
+    /// The errors that [`OutputLayer::loss`] has for targets.
     fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
         let leading = leading(hidden)?;
         if candidates("token_ids", token_ids, leading)? != 1 || token_ids.dims() != leading {
@@ -310,13 +311,13 @@ pub trait OutputLayer: Debug + Send + Sync {
         }
         let options = LossOptions::new().with_reduction(Reduction::None).with_dropout(DropoutMasks::Off);
         let loss = self.loss(hidden, token_ids, &options).map_err(|error| error.renamed("targets", "token_ids"))?;
-        // Not `neg`, which makes a minus zero.
+        // `neg` would make a minus zero.
         Ok(loss.value.affine(-1.0, 0.0)?)
     }
 
-    /// The `k` most probable token ids after hidden states `[.., hidden]`, ids and log-probabilities `[.., k]`; of
-    /// equals the lowest id. Unlike candle's sort on CUDA, which takes at most 8192 columns, it works for every size of
-    /// vocabulary.
+    /// Finds the `k` most probable token ids after hidden states `[.., hidden]`, and their log-probabilities, in
+    /// descending order; equally probable ids are in ascending order. Unlike candle's sort on CUDA, which takes at most
+    /// 8192 columns, it works for every size of vocabulary.
     ///
     /// # Shapes
     ///
@@ -331,7 +332,8 @@ pub trait OutputLayer: Debug + Send + Sync {
         TopK::from_log_probs(&self.log_probs(hidden)?, k)
     }
 
-    /// The most probable token id, `[..]` (u32), after hidden states `[.., hidden]`; of equals the lowest.
+    /// Finds the most probable token id, `[..]` (u32), after hidden states `[.., hidden]`: the lowest one, if several
+    /// are equally probable.
     ///
     /// # Shapes
     ///
@@ -346,7 +348,7 @@ pub trait OutputLayer: Debug + Send + Sync {
         Ok(self.top_k(hidden, 1)?.token_ids.squeeze(D::Minus1)?)
     }
 
-    /// One token id drawn for each of the hidden states `[.., hidden]`: `[..]`, u32.
+    /// Draws one token id for each of the hidden states `[.., hidden]`: `[..]`, u32.
     ///
     /// # Shapes
     ///
@@ -362,9 +364,10 @@ pub trait OutputLayer: Debug + Send + Sync {
         sampler.sample(&self.log_probs(hidden)?)
     }
 
-    /// The next token id after each of the hidden states `[.., hidden]`, as its request says, with its log-probabilities,
-    /// the most probable ids and the entropy. A head that is one mixture reads its decoder once; by default they are
-    /// computed from [`OutputLayer::log_probs`], which the constraints then change in place of logits.
+    /// Chooses the next token id after each of the hidden states `[.., hidden]`, as the position's request says, with
+    /// its log-probabilities, the most probable ids and the entropy. A head that is one mixture reads its decoder once;
+    /// by default the answers are computed from [`OutputLayer::log_probs`], which the constraints then change in place
+    /// of logits.
     ///
     /// # Shapes
     ///
@@ -372,28 +375,28 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not match the head, or there is not a request for each position.
+    /// If the hidden states do not match the head, or there are not as many requests as positions.
     /// [`Error::Request`](crate::Error::Request) names the first request that [`TokenRequest::check`] refuses.
     /// [`Error::EmptySet`](crate::Error::EmptySet) if the constraints leave no id of a position,
     /// [`Error::Value`](crate::Error::Value) if they make a logit NaN or infinite,
-    /// [`Error::Distribution`](crate::Error::Distribution) if a distribution is, and
-    /// [`Error::Impossible`](crate::Error::Impossible) if it has no possible id. No request is answered then.
+    /// [`Error::Distribution`](crate::Error::Distribution) if a distribution is NaN or infinite, and
+    /// [`Error::Impossible`](crate::Error::Impossible) if it has no possible id. No request is answered after an error.
     fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
         let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         NextToken::from_rounded(&self.log_probs_as(hidden, dtype)?, hidden.dtype(), requests)
     }
 
-    /// The head as a constant, for evaluation and decoding, or under layers that alone are trained: hidden states get
-    /// their gradient through it, and none of its parameters does, nor those of an adapter. What it computes from its
-    /// parameters alone, such as decoder rows from spellings, is computed once. Parameters are shared with the head, not
-    /// copied.
+    /// Returns the head as a constant, for evaluation and decoding, or to train only the layers before it: hidden
+    /// states get their gradient through it, and none of its parameters does, nor those of an adapter. Values that
+    /// depend on its parameters alone, such as decoder rows from spellings, are computed once. Parameters are shared
+    /// with the head, not copied.
     ///
-    /// Every head of this crate is frozen as far as its parts are: a [`Projection`](crate::parts::Projection) or a
+    /// A head of this crate freezes its parts: a [`Projection`](crate::parts::Projection) or a
     /// [`MixtureLayer`](crate::MixtureLayer) of your own in it must override
     /// [`Projection::frozen`](crate::parts::Projection::frozen) or
     /// [`MixtureLayer::frozen_mixture`](crate::MixtureLayer::frozen_mixture). By default, a head of your own returns
-    /// itself, and its parameters go on getting gradients. To train a projection or an adapter on a frozen decoder, see
-    /// [`Head::with_frozen_decoder`](crate::Head::with_frozen_decoder).
+    /// itself, and its parameters still get gradients. [`Head::with_frozen_decoder`](crate::Head::with_frozen_decoder)
+    /// trains a projection or an adapter on a frozen decoder.
     ///
     /// # Errors
     ///
@@ -423,8 +426,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 }
 
-/// The policy loss of tokens with these scores.
-pub(crate) fn loss_of_scores(terms: &PolicyTerms, scores: Scores) -> Result<Loss> {
+/// Computes the policy loss of tokens that have these scores.
+pub(crate) fn policy_loss_from_scores(terms: &PolicyTerms, scores: Scores) -> Result<Loss> {
     let entropy = match scores.entropy {
         Some(entropy) => entropy,
         None => scores.log_prob.zeros_like()?,
@@ -433,8 +436,8 @@ pub(crate) fn loss_of_scores(terms: &PolicyTerms, scores: Scores) -> Result<Loss
     let columns = Tensor::stack(&[scores.log_prob, entropy], 1)?;
     let (values, derivatives) = terms.of_chunk(0..columns.dim(0)?, &columns.detach())?;
     let sum = values.sum_all()?;
+    // The value is `sum`. The linear function, which is subtracted again, gives it its gradient.
     let linear = (columns * derivatives)?.sum_all()?;
-    // Of the linear function only the gradient counts.
     let value = (&linear + (&sum - linear.detach())?)?;
     let count = Tensor::new(values.dim(0)? as f64, values.device())?.to_dtype(values.dtype())?;
     Ok(Loss { parts: scores.leaves, ..Loss::new(value, sum, count, nll) })

@@ -1,4 +1,4 @@
-//! A `Box`, an `Arc` and a reference of a head are heads: each method calls the one of the head.
+//! A `Box`, an `Arc` and a reference of a head are heads: each method calls the head's method.
 
 use std::sync::Arc;
 
@@ -15,6 +15,7 @@ use crate::scores::policy::{PolicyBatch, PolicyOptions};
 use crate::scores::{ScoreOptions, Scores};
 use crate::tensors::dropout::DropoutMasks;
 
+/// Implements the traits of heads for pointers, so that a model can share its head and choose it at run time.
 macro_rules! delegate_to_pointee {
     ($($pointer:ty),*) => {$(
         impl<T: OutputLayer + ?Sized> OutputLayer for $pointer {

@@ -11,9 +11,9 @@ use crate::decoding::Sampler;
 use crate::error::Result;
 use crate::tensors::dropout::DropoutMasks;
 
-/// From a hidden state to the contexts and log-priors of K components: the part of a [`Head`](crate::Head) that is its
-/// own. With a [`Decoder`](crate::parts::Decoder) it is a head with every loss, option and way of decoding of this
-/// crate.
+/// A map from a hidden state to the contexts and log-priors of K components: the part in which [`Head`](crate::Head)s
+/// differ. With a [`Decoder`](crate::parts::Decoder) it is a head, which has every loss, option and way of decoding of
+/// this crate.
 ///
 /// # Examples
 ///
@@ -61,17 +61,17 @@ use crate::tensors::dropout::DropoutMasks;
 /// # }
 /// ```
 pub trait Projection: Debug + Send + Sync {
-    /// The size of the hidden states.
+    /// Returns the size of the hidden states.
     fn hidden_size(&self) -> usize;
 
-    /// The size of a context, d.
+    /// Returns the size of a context, d.
     fn context_dim(&self) -> usize;
 
-    /// The number of components, K.
+    /// Returns the number of components, K.
     fn components(&self) -> usize;
 
-    /// The contexts and log-priors of hidden states, of which the size, the dtype and the device have been checked.
-    /// Where a context has dropout, this is its source of masks.
+    /// Computes the contexts and log-priors of hidden states, whose size, dtype and device have been checked. If the
+    /// projection drops elements of contexts, `dropout` is the source of the masks.
     ///
     /// # Shapes
     ///
@@ -81,17 +81,18 @@ pub trait Projection: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Your own; the shapes of the results are checked.
+    /// The errors are your own; the head checks the shapes of the results.
     fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)>;
 
-    /// Whether hidden states meet parameters here. Hidden states at ignored positions are then zero, so that a NaN
-    /// there reaches no gradient.
+    /// Returns whether the projection has parameters, as it does by default. If it has, a loss replaces the hidden
+    /// states of ignored positions by zeros, so that a NaN there reaches no gradient.
     fn has_parameters(&self) -> bool {
         true
     }
 
-    /// For ancestral sampling: the contexts `[.., 1, d]` of one component at each position, which `sampler` draws from
-    /// the priors. `None`, the default, if drawing first saves nothing: then all contexts are computed.
+    /// Computes, for ancestral sampling, the contexts `[.., 1, d]` of one component at each position, which `sampler`
+    /// draws from the priors. It returns `None`, the default, if drawing first saves nothing; then all contexts are
+    /// computed.
     ///
     /// # Shapes
     ///
@@ -100,19 +101,20 @@ pub trait Projection: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Your own, or [`Error::Distribution`](crate::Error::Distribution) if the priors of a position are NaN or infinite.
+    /// The errors are your own, and [`Error::Distribution`](crate::Error::Distribution) if the priors of a position are
+    /// NaN or infinite.
     fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
         let _ = (hidden, sampler);
         Ok(None)
     }
 
-    /// The projection with its parameters as constants: hidden states still get their gradient through it. By default it
-    /// is the projection itself, whose parameters go on getting gradients: one with parameters returns itself with
-    /// [`Tensor::detach`] of each.
+    /// Returns the projection with its parameters as constants: hidden states still get their gradient through it. By
+    /// default it is the projection itself, whose parameters still get gradients: a projection with parameters should
+    /// return a copy in which each is [detached](Tensor::detach).
     ///
     /// # Errors
     ///
-    /// Your own.
+    /// The errors are your own.
     fn frozen(&self) -> Result<Box<dyn Projection + '_>> {
         Ok(Box::new(self))
     }
@@ -182,7 +184,7 @@ pub trait Configured: Projection + Sized {
     /// The sizes and options of a head with this projection.
     type Config;
 
-    /// The projection with variables of this configuration, all of which it checks, the decoder's sizes and options
+    /// Makes the projection with new variables. It checks the whole configuration, the decoder's sizes and options
     /// included.
     ///
     /// # Errors
@@ -190,11 +192,11 @@ pub trait Configured: Projection + Sized {
     /// If a size or an option is out of range, or a variable is missing or of another shape.
     fn new(config: &Self::Config, vb: &VarBuilder) -> Result<Self>;
 
-    /// The configuration of the decoder.
+    /// Returns the configuration of the decoder.
     fn decoder(config: &Self::Config) -> DecoderConfig;
 }
 
-/// So that two heads can share a projection, and one can be chosen at run time.
+/// Implements the trait for pointers, so that two heads can share a projection, and a model can choose one at run time.
 macro_rules! delegate_to_pointee {
     ($($pointer:ty),*) => {$(
         impl<P: Projection + ?Sized> Projection for $pointer {

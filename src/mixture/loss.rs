@@ -13,8 +13,8 @@ use crate::backend::plan::Plan;
 use crate::backend::task::Task;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, Unchecked};
-use crate::tensors::autograd::variables;
-use crate::tensors::id_lists::rows_of;
+use crate::tensors::autograd::variable_ids;
+use crate::tensors::id_lists::matrix_rows;
 
 impl Mixture {
     /// The loss of the targets and, in the same three matrix products, the gradients of contexts, priors, weight and
@@ -62,7 +62,7 @@ impl Mixture {
     /// The loss of a mixture whose contexts are masked at ignored positions, see [`Request::mask`].
     pub(crate) fn loss_of(&self, request: &Request) -> Result<Loss> {
         if request.options.sampled_step().is_some() {
-            return self.sampled_loss(|ids| rows_of(&self.operands.weight, ids), request);
+            return self.sampled_loss(|ids| matrix_rows(&self.operands.weight, ids), request);
         }
         let loss = self.exact_loss(request)?;
         let unchecked = (!request.targets.device().is_cpu()).then(|| Unchecked {
@@ -159,7 +159,7 @@ impl Mixture {
     /// The variables of the decoder, if a sampled loss has the gradients of its rows instead.
     fn spared(&self, options: &LossOptions) -> Vec<TensorId> {
         let decoder = [Some(&self.operands.weight), self.operands.bias.as_ref()];
-        decoder.into_iter().flatten().filter(|_| options.decoder_rows).flat_map(variables).collect()
+        decoder.into_iter().flatten().filter(|_| options.decoder_rows).flat_map(variable_ids).collect()
     }
 
     /// An error if the options or the mixture have what a loss over a sample does not support.

@@ -340,7 +340,7 @@ impl Mixture {
             return Ok(Mixture { leading: vec![positions.len()], operands: operands.clone() });
         }
         let index = transfer::to_device(positions.to_vec(), positions.len(), operands.contexts.device())?;
-        let rows = |of_all: &Tensor| transfer::rows(of_all, &index);
+        let rows = |of_all: &Tensor| transfer::select_rows(of_all, &index);
         let log_priors = operands.log_priors.as_ref().map(rows).transpose()?;
         let sizes = Sizes { positions: positions.len(), ..operands.sizes };
         let operands = Operands { sizes, contexts: rows(&operands.contexts)?, log_priors, ..operands.clone() };

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor, D};
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::error::{Error, Result};
 use crate::loss::{DecoderRows, Negatives, Request};
-use crate::tensors::autograd::variable_of;
+use crate::tensors::autograd::into_variable;
 
 /// What a loss over a sample reads.
 pub(super) struct Sample {
@@ -67,8 +67,8 @@ impl Sample {
         let (weight, bias, leaves) = if !request.options.decoder_rows {
             (rows(&ids)?, select(&operands.bias, &ids)?, None)
         } else {
-            let weight = variable_of(rows(&ids)?.detach())?;
-            let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(variable_of).transpose()?;
+            let weight = into_variable(rows(&ids)?.detach())?;
+            let bias = select(&operands.bias.as_ref().map(Tensor::detach), &ids)?.map(into_variable).transpose()?;
             (weight.as_tensor().clone(), bias.as_deref().cloned(), Some(DecoderRows { token_ids: ids, weight, bias }))
         };
         let operands = Operands { sizes, weight, adapter: None, bias, ..operands.clone() };

@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
-use crate::tensors::checks::{check_log_probs, check_number, check_targets};
+use crate::tensors::checks::{check_log_prob_tensor, check_number, check_targets};
 pub(crate) use composed::{are_argmax, composed};
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
@@ -220,7 +220,7 @@ impl Scores {
         let n = candidates("token_ids", token_ids, leading)?;
         let positions: usize = leading.iter().product();
         let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);
-        check_log_probs("log_probs", &rows, rounded, |row| row)?;
+        check_log_prob_tensor("log_probs", &rows, rounded, |row| row)?;
         Self::of_rows(&rows, ids, token_ids.dims(), leading, options)
     }
 

@@ -2,7 +2,9 @@
 //!
 //! candle's own operations keep every intermediate result alive until the backward pass; its custom operations can keep
 //! none. Here the value is computed beforehand, outside the graph; the forward pass of one node then returns it, and
-//! its backward pass computes the gradients of its operands by a closure that holds whatever it needs.
+//! its backward pass computes the gradients of its operands by a closure that holds whatever it needs. The loss of a
+//! mixture (`mixture/node.rs`), each linear layer ([`linear`](super::linear)) and the rows of a char-CNN are such
+//! nodes.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -34,6 +36,7 @@ where
     Ok(a.apply_op3(b, c, Node { name, shape, value: Mutex::new(Some(value)), backward })?)
 }
 
+/// A node of candle's graph whose forward pass returns a value that was computed before.
 struct Node<B> {
     name: &'static str,
     shape: Shape,
@@ -43,15 +46,16 @@ struct Node<B> {
 }
 
 impl<B> Node<B> {
-    fn value(&self) -> candle_core::Result<Tensor> {
+    /// Takes the value, which a node has only once.
+    fn take_value(&self) -> candle_core::Result<Tensor> {
         match self.value.lock().ok().and_then(|mut value| value.take()) {
             Some(value) => Ok(value),
             None => candle_core::bail!("{}: the forward pass of this node has run before", self.name),
         }
     }
 
-    /// Copies the value's storage.
-    fn copy<S>(
+    /// Copies the storage of the value by `clone`, which returns `None` if the storage is on another device.
+    fn copy_storage<S>(
         &self,
         value: &Tensor,
         clone: impl FnOnce(&Storage, &Layout) -> Option<candle_core::Result<S>>,
@@ -64,10 +68,10 @@ impl<B> Node<B> {
     }
 }
 
-/// Moves the storage out of a tensor, which is empty from then on.
-struct Take(Mutex<Option<CpuStorage>>);
+/// An operation of candle that moves the storage out of a tensor, which has no elements from then on.
+struct TakeStorage(Mutex<Option<CpuStorage>>);
 
-impl InplaceOp1 for Take {
+impl InplaceOp1 for TakeStorage {
     fn name(&self) -> &'static str {
         "take"
     }
@@ -84,18 +88,18 @@ impl InplaceOp1 for Take {
 /// storage holds more than this tensor.
 fn take_storage(tensor: &Tensor) -> candle_core::Result<Option<CpuStorage>> {
     let is_whole = match &*tensor.storage_and_layout().0 {
-        Storage::Cpu(storage) => tensor.is_contiguous() && length(storage) == Some(tensor.elem_count()),
+        Storage::Cpu(storage) => tensor.is_contiguous() && float_count(storage) == Some(tensor.elem_count()),
         _ => false,
     };
     if !is_whole {
         return Ok(None);
     }
-    let take = Take(Mutex::new(None));
+    let take = TakeStorage(Mutex::new(None));
     tensor.inplace_op1(&take)?;
     Ok(take.0.into_inner().ok().flatten())
 }
 
-/// The values of a tensor that nothing else may refer to. On the CPU it copies nothing.
+/// Takes the values out of a tensor that nothing else may refer to. On the CPU it copies nothing.
 pub(crate) fn take_values<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     Ok(match take_storage(tensor)? {
         Some(storage) => T::cpu_storage_data(storage)?,
@@ -103,8 +107,8 @@ pub(crate) fn take_values<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     })
 }
 
-/// Makes a variable of these values, which nothing else may refer to. On the CPU it copies nothing.
-pub(crate) fn variable_of(values: Tensor) -> Result<Var> {
+/// Turns values that nothing else may refer to into a variable. On the CPU it copies nothing.
+pub(crate) fn into_variable(values: Tensor) -> Result<Var> {
     let (shape, device) = (values.shape().clone(), values.device().clone());
     Ok(match take_storage(&values)? {
         Some(CpuStorage::F16(values)) => Var::from_vec(values, shape, &device)?,
@@ -115,8 +119,8 @@ pub(crate) fn variable_of(values: Tensor) -> Result<Var> {
     })
 }
 
-/// The number of elements of a storage of floats.
-fn length(storage: &CpuStorage) -> Option<usize> {
+/// Returns the number of elements of a storage of floats, and `None` for a storage of another dtype.
+fn float_count(storage: &CpuStorage) -> Option<usize> {
     match storage {
         CpuStorage::F16(values) => Some(values.len()),
         CpuStorage::BF16(values) => Some(values.len()),
@@ -143,13 +147,13 @@ where
         _: &CpuStorage,
         _: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let value = self.value()?;
+        let value = self.take_value()?;
         if value.elem_count() > 1 {
             if let Some(storage) = take_storage(&value)? {
                 return Ok((storage, self.shape.clone()));
             }
         }
-        self.copy(&value, |storage, layout| match storage {
+        self.copy_storage(&value, |storage, layout| match storage {
             Storage::Cpu(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })
@@ -164,7 +168,7 @@ where
         _: &CudaStorage,
         _: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.copy(&self.value()?, |storage, layout| match storage {
+        self.copy_storage(&self.take_value()?, |storage, layout| match storage {
             Storage::Cuda(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })
@@ -179,7 +183,7 @@ where
         _: &MetalStorage,
         _: &Layout,
     ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.copy(&self.value()?, |storage, layout| match storage {
+        self.copy_storage(&self.take_value()?, |storage, layout| match storage {
             Storage::Metal(storage) => Some(storage.try_clone(layout)),
             _ => None,
         })
@@ -197,7 +201,7 @@ where
         let detached = |gradient: Option<Tensor>| gradient.map(|gradient| gradient.detach());
         let mut gradients = (self.backward)([a, b, c], value, upstream)?.map(detached);
         for (operand, gradient) in [a, b, c].into_iter().zip(&mut gradients) {
-            put_aside(value, operand, gradient)?;
+            divert_leaf_gradient(value, operand, gradient)?;
         }
         let [a, b, c] = gradients;
         Ok((a, b, c))
@@ -207,22 +211,24 @@ where
 /// A variable whose gradient from one node bypasses candle's sum.
 #[derive(Clone, Debug)]
 pub(crate) struct Leaf {
-    /// The value of the node.
+    /// The id of the node's value.
     pub(crate) node: TensorId,
+    /// The variable, one of the node's operands.
     pub(crate) variable: Tensor,
 }
 
 /// The state of [`backward`] during candle's backward pass.
-struct Pass {
+struct BackwardPass {
+    /// The loss, from which the gradients start.
     root: TensorId,
-    /// The variable whose gradient from each of these nodes bypasses candle's sum.
+    /// The variable whose gradient from each of these nodes bypasses candle's sum, by the node's value.
     leaves: HashMap<TensorId, TensorId>,
-    /// The gradients of the leaves so far.
+    /// The gradients of the leaves so far, by variable.
     gradients: HashMap<TensorId, Tensor>,
 }
 
 thread_local! {
-    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
+    static PASS: RefCell<Option<BackwardPass>> = const { RefCell::new(None) };
 }
 
 /// Computes the gradients of `value + penalty`, two scalars, like candle's `backward`. candle adds every gradient to
@@ -234,8 +240,8 @@ pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaves: Vec<Lea
         return Ok((value + penalty)?.backward()?);
     }
     /// Restores the outer pass, also on a panic.
-    struct End(Option<Pass>);
-    impl Drop for End {
+    struct RestoreOuterPass(Option<BackwardPass>);
+    impl Drop for RestoreOuterPass {
         fn drop(&mut self) {
             PASS.replace(self.0.take());
         }
@@ -243,17 +249,17 @@ pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaves: Vec<Lea
     let variables: HashMap<TensorId, Tensor> =
         leaves.iter().map(|leaf| (leaf.variable.id(), leaf.variable.clone())).collect();
     let leaves = leaves.iter().map(|leaf| (leaf.node, leaf.variable.id())).collect();
-    let pass = Pass { root: value.id(), leaves, gradients: HashMap::new() };
-    let _end = End(PASS.replace(Some(pass)));
+    let pass = BackwardPass { root: value.id(), leaves, gradients: HashMap::new() };
+    let _restore = RestoreOuterPass(PASS.replace(Some(pass)));
     let mut gradients = match penalty {
         Some(penalty) => (value + penalty)?.backward()?,
         None => value.backward()?,
     };
-    let aside = PASS.with_borrow_mut(|pass| pass.as_mut().map(|pass| std::mem::take(&mut pass.gradients)));
-    for (id, gradient) in aside.into_iter().flatten() {
+    let leaf_gradients = PASS.with_borrow_mut(|pass| pass.as_mut().map(|pass| std::mem::take(&mut pass.gradients)));
+    for (id, gradient) in leaf_gradients.into_iter().flatten() {
         let Some(variable) = variables.get(&id) else { continue };
         let gradient = match gradients.remove(variable) {
-            Some(rest) => (rest + gradient)?,
+            Some(from_other_nodes) => (from_other_nodes + gradient)?,
             None => gradient,
         };
         gradients.insert(variable, gradient);
@@ -261,26 +267,26 @@ pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaves: Vec<Lea
     Ok(gradients)
 }
 
-/// The variables that a tensor depends on; a variable depends on itself.
-pub(crate) fn variables(tensor: &Tensor) -> Vec<TensorId> {
+/// Returns the ids of the variables that a tensor depends on; a variable depends on itself.
+pub(crate) fn variable_ids(tensor: &Tensor) -> Vec<TensorId> {
     tensor.sorted_nodes().into_iter().filter(|node| node.is_variable()).map(Tensor::id).collect()
 }
 
-/// Whether `value` is the loss of this backward pass, so that its gradient is one.
+/// Returns whether `value` is the loss of this backward pass, so that its gradient is one.
 pub(crate) fn is_root(value: &Tensor) -> bool {
     PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))
 }
 
-/// Takes the gradient of an operand from candle if this node's gradient of it bypasses candle's sum.
-fn put_aside(value: &Tensor, operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
-    let taken = |pass: &mut Option<Pass>| {
+/// Takes a node's gradient of an operand from candle, and adds it to the pass, if the operand is the node's leaf.
+fn divert_leaf_gradient(value: &Tensor, operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
+    let take_sum = |pass: &mut Option<BackwardPass>| {
         let pass = pass.as_mut()?;
         let is_leaf = pass.leaves.get(&value.id()) == Some(&operand.id());
         is_leaf.then(|| pass.gradients.remove(&operand.id()))
     };
-    let Some(before) = PASS.with_borrow_mut(taken) else { return Ok(()) };
+    let Some(sum_so_far) = PASS.with_borrow_mut(take_sum) else { return Ok(()) };
     // The pass is not borrowed here: an operation of candle may run another job of rayon.
-    let sum = match (before, gradient.take()) {
+    let sum = match (sum_so_far, gradient.take()) {
         (Some(a), Some(b)) => Some((a + b)?),
         (a, b) => a.or(b),
     };

@@ -1,20 +1,21 @@
-//! Validates arguments before any work: each error names the argument, the expected value and the actual one.
+//! Checks of arguments, which come before any work: each error names the argument, the expected value and the actual
+//! one.
 
 use candle_core::{DType, Tensor, D};
 
 use crate::error::{Error, Result};
 
 /// The largest number of elements of a tensor: 2^40, eight TiB in f64. On a 32-bit machine the addresses allow fewer.
-const MOST_ELEMENTS: usize = match 1usize.checked_shl(40) {
+const MAX_ELEMENTS: usize = match 1usize.checked_shl(40) {
     Some(most) => most,
     None => isize::MAX as usize / 8,
 };
 
 /// The largest number of token ids: they are u32, and candle reads the largest u32 as no index.
-const MOST_IDS: usize = u32::MAX as usize;
+const MAX_IDS: usize = u32::MAX as usize;
 
-/// Checks that the last dimension, the dtype and the device of hidden states match the parameters of a head; `compared`
-/// is what the last dimension is compared with.
+/// Checks that the last dimension, the dtype and the device of hidden states match the parameters of a head. An error
+/// says by `compared` what the last dimension is compared with.
 pub(crate) fn check_hidden(
     hidden: &Tensor,
     size: usize,
@@ -28,7 +29,7 @@ pub(crate) fn check_hidden(
     check_alike("hidden", hidden, "the head's parameters", weight)
 }
 
-/// Checks that a tensor has the dtype of another, and is on the same device.
+/// Checks that a tensor has the dtype of another, and is on its device.
 pub(crate) fn check_alike(argument: &'static str, tensor: &Tensor, other_name: &str, other: &Tensor) -> Result<()> {
     if tensor.dtype() != other.dtype() {
         let expected = format!("{:?}, as {other_name}", other.dtype());
@@ -37,7 +38,7 @@ pub(crate) fn check_alike(argument: &'static str, tensor: &Tensor, other_name: &
     check_device(argument, tensor, other)
 }
 
-/// Checks that a tensor is on the same device as another.
+/// Checks that a tensor is on the device of another.
 pub(crate) fn check_device(argument: &'static str, tensor: &Tensor, other: &Tensor) -> Result<()> {
     if tensor.device().same_device(other.device()) {
         return Ok(());
@@ -46,7 +47,7 @@ pub(crate) fn check_device(argument: &'static str, tensor: &Tensor, other: &Tens
     Err(Error::Device { argument, expected: location(other), got: location(tensor) })
 }
 
-/// Checks the shape and the dtype of targets, or of other token ids.
+/// Checks that targets, or other token ids, have these dimensions and an integer dtype.
 pub(crate) fn check_targets(argument: &'static str, targets: &Tensor, dims: &[usize]) -> Result<()> {
     if targets.dims() != dims {
         return Err(Error::shape(argument, format!("{dims:?}"), targets.dims()));
@@ -57,7 +58,7 @@ pub(crate) fn check_targets(argument: &'static str, targets: &Tensor, dims: &[us
     }
 }
 
-/// The leading dimensions of hidden states, whose product is at most the number of elements of a tensor.
+/// Returns the leading dimensions of hidden states, whose product is at most the number of elements of a tensor.
 pub(crate) fn leading(hidden: &Tensor) -> Result<&[usize]> {
     check_elements("hidden", hidden.dims())?;
     match hidden.dims() {
@@ -66,7 +67,8 @@ pub(crate) fn leading(hidden: &Tensor) -> Result<&[usize]> {
     }
 }
 
-/// Checks the weights of positions or classes.
+/// Checks that the weights of positions or classes have these dimensions, a float dtype and the device of another
+/// tensor.
 pub(crate) fn check_weights(argument: &'static str, weights: &Tensor, dims: &[usize], other: &Tensor) -> Result<()> {
     if weights.dims() != dims {
         return Err(Error::shape(argument, format!("{dims:?}"), weights.dims()));
@@ -83,32 +85,35 @@ pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()>
     }
 }
 
-/// What is expected of numbers that are given as log-probabilities.
+/// The values that errors name as expected of log-probabilities.
 pub(crate) const LOG_PROBS: &str = "log-probabilities, at most 0";
 
-/// The largest number that is taken for a log-probability in a dtype, in which rounding may bring one above zero.
-pub(crate) fn most_log_prob(dtype: DType) -> f64 {
+/// Returns the largest number that is accepted as a log-probability in a dtype, in which rounding may bring one above
+/// zero.
+pub(crate) fn max_log_prob(dtype: DType) -> f64 {
     match dtype {
         DType::F16 | DType::BF16 => 1.0 / 64.0,
         _ => 1e-4,
     }
 }
 
-/// Checks that no number of rows `[n, vocab]` is above zero by more than rounding in the dtype that they were computed in; an
-/// error names the `position` of the row. On a GPU, where reading them would wait, nothing is checked.
-pub(crate) fn check_log_probs(
+/// Checks that no log-probability `[n, vocab]` is above zero by more than rounding in the dtype that they were computed
+/// in. An error names the position that `position` gives to a row. On a GPU it checks nothing, because it would wait
+/// for the values there. (`check_host_log_probs` in `decoding/log_probs.rs` checks values that the host has read, and
+/// finds a NaN too.)
+pub(crate) fn check_log_prob_tensor(
     argument: &'static str,
-    rows: &Tensor,
+    log_probs: &Tensor,
     rounded: DType,
     position: impl Fn(usize) -> usize,
 ) -> Result<()> {
-    if !rows.device().is_cpu() || rows.elem_count() == 0 {
+    if !log_probs.device().is_cpu() || log_probs.elem_count() == 0 {
         return Ok(());
     }
-    let most = most_log_prob(rounded);
-    let largest = rows.detach().max(D::Minus1)?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-    let Some(row) = largest.iter().position(|&x| x > most) else { return Ok(()) };
-    let index = rows.get(row)?.argmax(0)?.to_scalar::<u32>()? as usize;
+    let limit = max_log_prob(rounded);
+    let largest = log_probs.detach().max(D::Minus1)?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    let Some(row) = largest.iter().position(|&x| x > limit) else { return Ok(()) };
+    let index = log_probs.get(row)?.argmax(0)?.to_scalar::<u32>()? as usize;
     Err(Error::Value { argument, expected: LOG_PROBS, position: position(row), index, got: largest[row] })
 }
 
@@ -123,6 +128,7 @@ pub(crate) fn check_logits(logit_scale: f64, softcap: Option<f64>) -> Result<()>
     }
 }
 
+/// Checks that no size is zero.
 pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     match sizes.iter().find(|(_, size)| *size == 0) {
         Some((argument, size)) => Err(Error::config(argument, "at least 1", size)),
@@ -133,71 +139,72 @@ pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
 /// Checks that a tensor of this shape can exist, and returns the number of its elements. candle multiplies without a
 /// check for overflow: a tensor of 2^62 x 4 elements would have none.
 pub(crate) fn check_elements(argument: &'static str, dims: &[usize]) -> Result<usize> {
-    let expected = || format!("of at most {MOST_ELEMENTS} elements");
-    product(dims).ok_or_else(|| Error::shape(argument, expected(), dims))
+    let expected = || format!("of at most {MAX_ELEMENTS} elements");
+    element_count(dims).ok_or_else(|| Error::shape(argument, expected(), dims))
 }
 
-/// Checks that a tensor can exist whose number of elements is the product of `sizes`, which `argument` names.
+/// Checks that a tensor can have as many elements as the product of `sizes`, which `argument` names.
 pub(crate) fn check_product(argument: &'static str, sizes: &[usize]) -> Result<()> {
-    if product(sizes).is_some() {
+    if element_count(sizes).is_some() {
         return Ok(());
     }
     let got = sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(" * ");
-    Err(Error::config(argument, format!("at most {MOST_ELEMENTS}"), got))
+    Err(Error::config(argument, format!("at most {MAX_ELEMENTS}"), got))
 }
 
-/// The product of sizes, if a tensor can have so many elements.
-fn product(sizes: &[usize]) -> Option<usize> {
+/// Returns the product of sizes, if a tensor can have so many elements.
+fn element_count(sizes: &[usize]) -> Option<usize> {
     // One zero makes the product zero, even where the other sizes would overflow.
     if sizes.contains(&0) {
         return Some(0);
     }
     let product = sizes.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
-    product.filter(|product| *product <= MOST_ELEMENTS)
+    product.filter(|product| *product <= MAX_ELEMENTS)
 }
 
-/// Checks the size of a vocabulary.
+/// Checks that a vocabulary has a token id, and no more than u32 can number.
 pub(crate) fn check_vocab(vocab_size: usize) -> Result<()> {
     check_sizes(&[("vocab_size", vocab_size)])?;
-    check_most("vocab_size", vocab_size, MOST_IDS)
+    check_at_most("vocab_size", vocab_size, MAX_IDS)
 }
 
-/// Checks that a size is at most `most`.
-pub(crate) fn check_most(argument: &'static str, size: usize, most: usize) -> Result<()> {
-    if size <= most {
+/// Checks that a size is at most `limit`.
+pub(crate) fn check_at_most(argument: &'static str, size: usize, limit: usize) -> Result<()> {
+    if size <= limit {
         Ok(())
     } else {
-        Err(Error::config(argument, format!("at most {most}"), size))
+        Err(Error::config(argument, format!("at most {limit}"), size))
     }
 }
 
-/// Returns an error that names the number, unless `holds`.
-pub(crate) fn check_number(holds: bool, argument: &'static str, expected: &str, got: f64) -> Result<()> {
-    if holds {
+/// Returns an error that names the number `got`, unless it `is_valid`.
+pub(crate) fn check_number(is_valid: bool, argument: &'static str, expected: &str, got: f64) -> Result<()> {
+    if is_valid {
         Ok(())
     } else {
         Err(Error::config(argument, expected, got))
     }
 }
 
+/// Checks the probability of dropout.
 pub(crate) fn check_dropout(dropout: f64) -> Result<()> {
     check_number((0.0..1.0).contains(&dropout), "dropout", "at least 0 and below 1", dropout)
 }
 
-/// Reads token ids, such as targets; `None` where they are ignored. An error names the argument, and the first id that is
-/// not in the vocabulary. Waits for their device.
+/// Reads token ids, such as targets, on the host: `None` where they are ignored. An error names the argument, and the
+/// first id that is not in the vocabulary. It waits for their device.
 pub(crate) fn read_ids(
     argument: &'static str,
-    targets: &Tensor,
+    token_ids: &Tensor,
     ignore_index: Option<i64>,
     vocab_size: usize,
 ) -> Result<Vec<Option<usize>>> {
-    if targets.elem_count() == 0 {
+    if token_ids.elem_count() == 0 {
         // candle's GPU backends do not convert empty tensors.
         return Ok(Vec::new());
     }
-    let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let id = |(position, &got): (usize, &i64)| {
+    let token_ids = token_ids.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let check_id = |(position, &got): (usize, &i64)| {
         if ignore_index == Some(got) {
             return Ok(None);
         }
@@ -206,5 +213,5 @@ pub(crate) fn read_ids(
             _ => Err(Error::Target { argument, position, got, vocab_size }),
         }
     };
-    targets.iter().enumerate().map(id).collect()
+    token_ids.iter().enumerate().map(check_id).collect()
 }

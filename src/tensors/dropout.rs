@@ -1,4 +1,4 @@
-//! Locked dropout: one mask per sequence, and where it comes from.
+//! Locked dropout of the contexts: one mask for all steps of a sequence (Gal & Ghahramani, 2016, arXiv 1512.05287).
 
 use candle_core::Tensor;
 use rand::rngs::StdRng;
@@ -22,19 +22,19 @@ use crate::error::Result;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DropoutMasks {
-    /// No dropout: evaluation and decoding.
+    /// There is no dropout, as in evaluation and decoding.
     #[default]
     Off,
-    /// Masks from candle's generator, which on the CPU cannot be seeded.
+    /// The masks are from candle's generator, which on the CPU cannot be seeded.
     Random,
-    /// Masks from this seed, the same on every device.
+    /// The masks are from this seed, and the same on every device.
     Seeded(u64),
 }
 
 impl DropoutMasks {
-    /// One Bernoulli mask per sequence, scaled to keep the mean: `[.., 1, K, d]` for contexts `[.., seq, K, d]`, the
-    /// same at all steps (Gal & Ghahramani: A Theoretically Grounded Application of Dropout in Recurrent Neural
-    /// Networks. NeurIPS 2016, arXiv 1512.05287). `None` without dropout.
+    /// Draws one Bernoulli mask per sequence, scaled to keep the mean: `[.., 1, K, d]` for contexts `[.., seq, K, d]`,
+    /// the same at all steps (Gal & Ghahramani: A Theoretically Grounded Application of Dropout in Recurrent Neural
+    /// Networks. NeurIPS 2016, arXiv 1512.05287). It returns `None` if there is no dropout.
     pub(crate) fn locked_mask(self, contexts: &Tensor, probability: f64) -> Result<Option<Tensor>> {
         if probability == 0.0 {
             return Ok(None);

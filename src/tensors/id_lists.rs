@@ -1,4 +1,5 @@
-//! Sets of token ids that a distribution is restricted to, and what candle's operations compute of them.
+//! The allowed ids of positions, and products of contexts with the decoder's rows of these ids, by candle's operations.
+//! The CPU computes these products by a kernel of its own (`backend/cpu/products/lists.rs`).
 
 use candle_core::{DType, Tensor};
 
@@ -13,54 +14,57 @@ pub(crate) struct IdLists {
 }
 
 impl IdLists {
-    /// The lists of these ids, which are sorted; each counts once.
+    /// Makes sorted lists of these ids, in which each id is once.
     pub(crate) fn new(lists: impl IntoIterator<Item = Vec<u32>>) -> Self {
         let (mut ids, mut offsets) = (Vec::new(), vec![0]);
         for list in lists {
-            ids.extend(sorted(list));
+            ids.extend(sorted_unique(list));
             offsets.push(ids.len());
         }
         IdLists { ids, offsets }
     }
 
-    /// The number of lists.
+    /// Returns the number of lists.
     pub(crate) fn len(&self) -> usize {
         self.offsets.len() - 1
     }
 
+    /// Returns the ids of a position.
     pub(crate) fn list(&self, position: usize) -> &[u32] {
         &self.ids[self.offsets[position]..self.offsets[position + 1]]
     }
 
+    /// Iterates over the lists.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &[u32]> {
         (0..self.len()).map(|position| self.list(position))
     }
 
-    /// The ids of all lists.
+    /// Returns the ids of all lists, one list after the other.
     pub(crate) fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// The length of the longest list.
+    /// Returns the length of the longest list.
     pub(crate) fn longest(&self) -> usize {
         self.iter().map(<[u32]>::len).max().unwrap_or(0)
     }
 
-    /// `[lists, longest]`: each list, and its first id (of an empty list 0) again and again.
+    /// Returns `[lists, longest]`: each list, padded with its first id (an empty list with 0).
     pub(crate) fn padded(&self) -> Vec<u32> {
         let n = self.longest();
         let pad = |list: &[u32]| std::iter::repeat_n(list.first().copied().unwrap_or(0), n - list.len());
         self.iter().flat_map(|list| list.iter().copied().chain(pad(list))).collect()
     }
 
-    /// `[lists, longest]`: one for each id, zero beyond a list. `None` if all lists are of one length.
+    /// Returns `[lists, longest]`, which is one for each id and zero past the end of a list, or `None` if all lists
+    /// have one length.
     pub(crate) fn mask(&self) -> Option<Vec<u8>> {
         let n = self.longest();
-        let of_list = |list: &[u32]| (0..n).map(|i| u8::from(i < list.len())).collect::<Vec<_>>();
-        self.iter().any(|list| list.len() < n).then(|| self.iter().flat_map(of_list).collect())
+        let list_mask = |list: &[u32]| (0..n).map(|i| u8::from(i < list.len())).collect::<Vec<_>>();
+        self.iter().any(|list| list.len() < n).then(|| self.iter().flat_map(list_mask).collect())
     }
 
-    /// The ids of all lists, each once, in ascending order.
+    /// Returns the ids of all lists, each once, in ascending order.
     pub(crate) fn union(&self) -> Vec<u32> {
         let mut is_in = vec![false; self.ids.iter().max().map_or(0, |&id| id as usize + 1)];
         self.ids.iter().for_each(|&id| is_in[id as usize] = true);
@@ -68,26 +72,26 @@ impl IdLists {
     }
 }
 
-/// In ascending order without repeats.
-pub(crate) fn sorted(mut ids: Vec<u32>) -> Vec<u32> {
+/// Returns the ids in ascending order without repeats.
+pub(crate) fn sorted_unique(mut ids: Vec<u32>) -> Vec<u32> {
     ids.sort_unstable();
     ids.dedup();
     ids
 }
 
-/// What each position's distribution is restricted to.
+/// The ids that each position's distribution is restricted to.
 #[derive(Clone, Debug)]
 pub(crate) enum Restriction {
-    /// All ids.
+    /// All ids are allowed.
     All,
-    /// The same ids at all positions, in ascending order without repeats.
+    /// The same ids are allowed at all positions, in ascending order without repeats.
     Shared(Vec<u32>),
-    /// A list for each position, none of them empty.
+    /// Each position has a list of its own, none of which is empty.
     Each(IdLists),
 }
 
 impl Restriction {
-    /// The ids of a position; `None` if they are all.
+    /// Returns the allowed ids of a position, or `None` if all ids are.
     pub(crate) fn ids(&self, position: usize) -> Option<&[u32]> {
         match self {
             Restriction::All => None,
@@ -97,8 +101,8 @@ impl Restriction {
     }
 }
 
-/// The rows of a matrix, which may be the transpose of a contiguous one.
-pub(crate) fn rows_of(matrix: &Tensor, ids: &Tensor) -> Result<Tensor> {
+/// Copies these rows of a matrix, which may be the transpose of a contiguous one.
+pub(crate) fn matrix_rows(matrix: &Tensor, ids: &Tensor) -> Result<Tensor> {
     Ok(if matrix.is_contiguous() {
         matrix.index_select(ids, 0)?
     } else {
@@ -106,8 +110,8 @@ pub(crate) fn rows_of(matrix: &Tensor, ids: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// The products of each position's context, `[positions, d]`, with the rows of its list of ids, `[positions, longest]`
-/// in f32 (f64 for f64); of no meaning beyond a list.
+/// Computes the products of each position's context, `[positions, d]`, with the matrix's rows of its list of ids:
+/// `[positions, longest]`, in f32 (f64 for f64). Entries past the end of a list are unspecified.
 pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
     let shape = (lists.len(), lists.longest());
     let dtype = if contexts.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
@@ -118,19 +122,24 @@ pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists)
     Ok(list_rows(matrix, lists)?.to_dtype(dtype)?.matmul(&contexts)?.squeeze(2)?)
 }
 
-/// The gradients of contexts and matrix from the products' `upstream`, as far as `needed`, in the operands' dtype.
+/// Computes the gradients of contexts and matrix from the products' `upstream`, in the operands' dtype: those that
+/// `needs_gradient` says.
 pub(crate) fn list_product_gradients(
     contexts: &Tensor,
     matrix: &Tensor,
     lists: &IdLists,
     upstream: &Tensor,
-    needed: [bool; 2],
+    needs_gradient: [bool; 2],
 ) -> Result<[Option<Tensor>; 2]> {
     let ((positions, d), n) = (contexts.dims2()?, lists.longest());
-    let (own, dtype) = (contexts.dtype(), upstream.dtype());
+    let (operand_dtype, dtype) = (contexts.dtype(), upstream.dtype());
+    let [needs_contexts, needs_matrix] = needs_gradient;
     if positions * n == 0 {
-        let zeros = |tensor: &Tensor| Tensor::zeros(tensor.shape(), own, tensor.device());
-        return Ok([needed[0].then(|| zeros(contexts)).transpose()?, needed[1].then(|| zeros(matrix)).transpose()?]);
+        let zeros = |tensor: &Tensor| Tensor::zeros(tensor.shape(), operand_dtype, tensor.device());
+        return Ok([
+            needs_contexts.then(|| zeros(contexts)).transpose()?,
+            needs_matrix.then(|| zeros(matrix)).transpose()?,
+        ]);
     }
     let upstream = match lists.mask() {
         Some(mask) => {
@@ -139,29 +148,29 @@ pub(crate) fn list_product_gradients(
         }
         None => upstream.clone(),
     };
-    let of_contexts = || -> Result<Tensor> {
+    let context_gradient = || -> Result<Tensor> {
         let rows = list_rows(matrix, lists)?.to_dtype(dtype)?;
-        Ok(upstream.unsqueeze(1)?.matmul(&rows)?.squeeze(1)?.to_dtype(own)?)
+        Ok(upstream.unsqueeze(1)?.matmul(&rows)?.squeeze(1)?.to_dtype(operand_dtype)?)
     };
-    let of_matrix = || -> Result<Tensor> {
+    let matrix_gradient = || -> Result<Tensor> {
         let contexts = contexts.to_dtype(dtype)?.unsqueeze(1)?;
         let products = upstream.unsqueeze(2)?.matmul(&contexts)?.reshape((positions * n, d))?;
         let ids = Tensor::from_vec(lists.padded(), positions * n, matrix.device())?;
         let zeros = Tensor::zeros(matrix.shape(), dtype, matrix.device())?;
-        Ok(zeros.index_add(&ids, &products, 0)?.to_dtype(own)?)
+        Ok(zeros.index_add(&ids, &products, 0)?.to_dtype(operand_dtype)?)
     };
-    Ok([needed[0].then(of_contexts).transpose()?, needed[1].then(of_matrix).transpose()?])
+    Ok([needs_contexts.then(context_gradient).transpose()?, needs_matrix.then(matrix_gradient).transpose()?])
 }
 
-/// `[positions, longest, d]`
+/// Copies the matrix's rows of each position's list, `[positions, longest, d]`.
 fn list_rows(matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
     let (positions, n) = (lists.len(), lists.longest());
     let ids = Tensor::from_vec(lists.padded(), positions * n, matrix.device())?;
-    Ok(rows_of(matrix, &ids)?.reshape((positions, n, matrix.dim(1)?))?)
+    Ok(matrix_rows(matrix, &ids)?.reshape((positions, n, matrix.dim(1)?))?)
 }
 
-/// A matrix `[rows, d]` with these values at the rows `ids`, which are in ascending order without repeats; the others
-/// are zero.
+/// Makes a matrix `[rows, d]` with these values in the rows `ids`, which are in ascending order without repeats, and
+/// zeros in the others.
 pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
     let zeros = Tensor::zeros((rows, values.dim(1)?), values.dtype(), values.device())?;
     if ids.is_empty() {

@@ -1,38 +1,51 @@
-//! A linear layer of candle's graph that keeps only its result.
+//! Linear layers with their activations as nodes of candle's graph that keep only their results: the projections of
+//! hidden states to contexts and priors, the first factor of a low-rank adapter, the projections of clusters.
 
 use candle_core::Tensor;
 
 use super::autograd;
 use crate::error::{Error, Result};
 
-/// A linear layer and its activation as one node of the graph, which keeps only its result: `forward(W h, b)`, in
-/// another shape, since candle would copy the gradient of a node for that. The gradient of `W h + b` is
-/// `gradient(result, upstream)`; `matmul` multiplies two matrices.
-pub(crate) fn layer(
+/// The operands of a linear layer, `W h + b` for each row h of the input.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LinearOperands<'a> {
+    /// `[rows, inputs]`
+    pub(crate) input: &'a Tensor,
+    /// `[outputs, inputs]`
+    pub(crate) weight: &'a Tensor,
+    /// `[outputs]`
+    pub(crate) bias: Option<&'a Tensor>,
+}
+
+/// Computes a linear layer and its activation, `forward(W h, b)`, as one node of the graph, which keeps only its
+/// result. The result has a `shape` of its own, because candle would copy the gradient of another node that changes the
+/// shape. The gradient of `W h + b` is `gradient(result, upstream)`; `matmul` multiplies two matrices.
+pub(crate) fn linear_layer(
     name: &'static str,
-    (rows, weight, bias): (&Tensor, &Tensor, Option<&Tensor>),
+    operands: LinearOperands<'_>,
     shape: &[usize],
     matmul: fn(&Tensor, &Tensor) -> Result<Tensor>,
     forward: impl Fn(Tensor, Option<&Tensor>) -> Result<Tensor>,
     gradient: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let product = matmul(&rows.detach(), &weight.detach().t()?)?;
+    let LinearOperands { input, weight, bias } = operands;
+    let product = matmul(&input.detach(), &weight.detach().t()?)?;
     let result = forward(product, bias.map(Tensor::detach).as_ref())?.reshape(shape)?;
     // A custom operation of candle has three operands.
-    let no_bias = Tensor::zeros(1, rows.dtype(), rows.device())?;
-    let operands = [rows, weight, bias.unwrap_or(&no_bias)];
-    autograd::attach(name, result, operands, move |[rows, weight, bias], result, upstream| {
+    let no_bias = Tensor::zeros(1, input.dtype(), input.device())?;
+    let operands = [input, weight, bias.unwrap_or(&no_bias)];
+    autograd::attach(name, result, operands, move |[input, weight, bias], result, upstream| {
         // candle's Metal backend does not multiply empty matrices.
-        if rows.elem_count() == 0 {
+        if input.elem_count() == 0 {
             let zeros = |operand: &Tensor| operand.track_op().then(|| operand.zeros_like()).transpose();
-            return Ok([zeros(rows)?, zeros(weight)?, zeros(bias)?]);
+            return Ok([zeros(input)?, zeros(weight)?, zeros(bias)?]);
         }
-        let of_rows = |tensor: &Tensor| tensor.detach().reshape((rows.dim(0)?, ()));
-        let dz = gradient(&of_rows(result)?, &of_rows(upstream)?)?.to_dtype(rows.dtype())?;
+        let as_matrix = |tensor: &Tensor| tensor.detach().reshape((input.dim(0)?, ()));
+        let dz = gradient(&as_matrix(result)?, &as_matrix(upstream)?)?.to_dtype(input.dtype())?;
         let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
         Ok([
-            rows.track_op().then(|| matmul(&dz, &weight.detach())).transpose()?,
-            weight.track_op().then(|| matmul(&dz.t()?, &rows.detach())).transpose()?,
+            input.track_op().then(|| matmul(&dz, &weight.detach())).transpose()?,
+            weight.track_op().then(|| matmul(&dz.t()?, &input.detach())).transpose()?,
             bias.track_op().then(|| Ok::<_, Error>(matmul(&ones, &dz)?.squeeze(0)?)).transpose()?,
         ])
     })

@@ -14,8 +14,8 @@ pub(crate) fn to_device<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>, d
     }
 }
 
-/// Makes a tensor of values of the host in another dtype. The host rounds them, because not every device has f64.
-pub(crate) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+/// Makes a tensor of values of the host, which the host rounds to `dtype`, because not every device has f64.
+pub(crate) fn to_device_as(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     if values.is_empty() {
         Ok(Tensor::zeros(shape, dtype, device)?)
     } else {
@@ -23,15 +23,15 @@ pub(crate) fn rounded(values: Vec<f64>, shape: &[usize], dtype: DType, device: &
     }
 }
 
-/// The rows of these indices `[n]`; differentiable. candle's index_select does not take empty tensors.
-pub(crate) fn rows(of_all: &Tensor, indices: &Tensor) -> Result<Tensor> {
+/// Selects the rows of these indices `[n]`. Differentiable. (candle's `index_select` does not take empty tensors.)
+pub(crate) fn select_rows(tensor: &Tensor, indices: &Tensor) -> Result<Tensor> {
     match indices.elem_count() {
-        0 => Ok(of_all.narrow(0, 0, 0)?),
-        _ => Ok(of_all.index_select(indices, 0)?),
+        0 => Ok(tensor.narrow(0, 0, 0)?),
+        _ => Ok(tensor.index_select(indices, 0)?),
     }
 }
 
-/// Reads the numbers of a matrix in f64.
-pub(crate) fn matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
+/// Reads a matrix on the host, in f64.
+pub(crate) fn read_matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
     Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2()?)
 }

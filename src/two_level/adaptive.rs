@@ -1,14 +1,15 @@
-//! The adaptive softmax: a softmax over the frequent ids and clusters of rare ones.
+//! The adaptive softmax of Grave et al. (2017, arXiv 1609.04309): its root is a head over the frequent ids and the
+//! clusters of rare ids.
 
 use std::sync::Arc;
 
 use candle_nn::VarBuilder;
 
-use super::{Cluster, TwoLevel};
+use super::{Cluster, LevelNames, TwoLevel};
 use crate::error::{Error, Result};
 use crate::heads::{MixtureLayer, SoftmaxHead};
 use crate::tensors::checks::{check_number, check_product, check_sizes, check_vocab};
-use crate::tensors::initial_values::linear;
+use crate::tensors::initial_values::linear_init;
 
 /// The sizes and options of an [`AdaptiveSoftmax`], named as in PyTorch's `AdaptiveLogSoftmaxWithLoss`.
 ///
@@ -25,27 +26,28 @@ use crate::tensors::initial_values::linear;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct AdaptiveConfig {
-    /// Size of a hidden state.
+    /// The size of a hidden state.
     pub hidden_size: usize,
-    /// Number of token ids, sorted by descending frequency.
+    /// The number of token ids, sorted by descending frequency.
     pub vocab_size: usize,
     /// The first id of each cluster, increasing: ids below `cutoffs[0]` are in the shortlist.
     pub cutoffs: Vec<usize>,
     /// The contexts of cluster i have the size `hidden_size / div_value^(i + 1)`, rounded down. The default is 4.
     #[cfg_attr(feature = "serde", serde(default = "default_div_value"))]
     pub div_value: f64,
-    /// Whether the head, the softmax over the shortlist and the clusters, has a bias. The default is false. For
-    /// [`AdaptiveSoftmax::new`]: a head that is given has its own.
+    /// Whether the head, the softmax over the shortlist and the clusters, has a bias. The default is false. It is for
+    /// [`AdaptiveSoftmax::new`]: the head of [`AdaptiveSoftmax::with_head`] decides on its own bias.
     #[cfg_attr(feature = "serde", serde(default))]
     pub head_bias: bool,
 }
 
+/// Returns the ratio of PyTorch's default.
 fn default_div_value() -> f64 {
     4.0
 }
 
 impl AdaptiveConfig {
-    /// A head of these sizes and cutoffs, without a bias.
+    /// Makes the configuration of these sizes and cutoffs, with a head without a bias.
     pub fn new(hidden_size: usize, vocab_size: usize, cutoffs: Vec<usize>) -> Self {
         AdaptiveConfig { hidden_size, vocab_size, cutoffs, div_value: default_div_value(), head_bias: false }
     }
@@ -60,18 +62,19 @@ impl AdaptiveConfig {
         AdaptiveConfig { head_bias, ..self }
     }
 
-    /// The number of entries of the head: the ids of the shortlist, then the clusters.
+    /// Returns the number of entries of the head: the ids of the shortlist, then the clusters.
     pub fn head_size(&self) -> usize {
         self.cutoffs.first().map_or(0, |shortlist| shortlist.saturating_add(self.cutoffs.len()))
     }
 
-    /// The size of the contexts of a cluster.
+    /// Returns the size of the contexts of a cluster.
     fn context_dim(&self, cluster: usize) -> usize {
-        // As in Python, `hidden_size // div_value ** (cluster + 1)`: the floor of the exact quotient.
+        // This is Python's `hidden_size // div_value ** (cluster + 1)`, the floor of the exact quotient.
         let (hidden, divisor) = (self.hidden_size as f64, self.div_value.powf((cluster + 1) as f64));
         ((hidden - hidden % divisor) / divisor).round() as usize
     }
 
+    /// Checks the sizes, the cutoffs and the widths of the clusters.
     fn validate(&self) -> Result<()> {
         check_sizes(&[("hidden_size", self.hidden_size)])?;
         check_vocab(self.vocab_size)?;
@@ -113,9 +116,8 @@ impl AdaptiveConfig {
 /// any mixture, [`AdaptiveSoftmax::with_head`].
 ///
 /// The loss is exact. It reads the targets, which on a GPU waits for the device. A cluster without a target in the
-/// batch gets no gradients: they are zero, but absent from the `GradStore`. Of the options of a loss,
-/// label smoothing, z-loss and counted predictions are
-/// [`Error::Unsupported`](crate::Error::Unsupported).
+/// batch gets no gradients: they are zero, but absent from the `GradStore`. The options label smoothing, z-loss and
+/// counted predictions of a loss are [`Error::Unsupported`](crate::Error::Unsupported).
 ///
 /// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a cluster only at positions where one of its ids can be
 /// among the k best (a NaN in another cluster goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample)
@@ -152,8 +154,8 @@ pub type AdaptiveSoftmax = TwoLevel<Adaptive>;
 pub enum Adaptive {}
 
 impl TwoLevel<Adaptive> {
-    /// A head with the variables `head.weight` `[head_size, hidden]`, `head.bias` `[head_size]`, and for each cluster
-    /// `tail.{i}.0.weight` `[d_i, hidden]` and `tail.{i}.1.weight` `[size_i, d_i]`, initialised as PyTorch's
+    /// Makes a head with the variables `head.weight` `[head_size, hidden]`, `head.bias` `[head_size]`, and for each
+    /// cluster `tail.{i}.0.weight` `[d_i, hidden]` and `tail.{i}.1.weight` `[size_i, d_i]`, initialised as PyTorch's
     /// `nn.Linear`: uniform within 1 / sqrt(n) for n inputs.
     ///
     /// # Errors
@@ -164,19 +166,20 @@ impl TwoLevel<Adaptive> {
     pub fn new(config: &AdaptiveConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let (size, head) = (config.head_size(), vb.pp("head"));
-        let weight = head.get_with_hints((size, config.hidden_size), "weight", linear(config.hidden_size))?;
+        let weight = head.get_with_hints((size, config.hidden_size), "weight", linear_init(config.hidden_size))?;
         let bias =
-            config.head_bias.then(|| head.get_with_hints(size, "bias", linear(config.hidden_size))).transpose()?;
-        Self::of_head(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
+            config.head_bias.then(|| head.get_with_hints(size, "bias", linear_init(config.hidden_size))).transpose()?;
+        Self::from_head(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
     }
 
-    /// With another head, such as a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), whose vocabulary is the ids of
-    /// the shortlist, then the clusters: frequent ids from a mixture of softmaxes, rare ones from a softmax. The
-    /// clusters alone have variables here. The head that is given decides on its bias: `head_bias` must be false.
+    /// Makes an adaptive softmax with a head of your own, whose vocabulary is the ids of the shortlist, then the
+    /// clusters. With a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes), for example, frequent ids come from a
+    /// mixture of softmaxes, rare ids from a softmax. This creates variables for the clusters only. The given head
+    /// decides on its own bias: `head_bias` must be false.
     ///
     /// # Errors
     ///
-    /// As for [`AdaptiveSoftmax::new`], or if `head_bias` is set, the head's vocabulary does not have
+    /// The errors of [`AdaptiveSoftmax::new`], or if `head_bias` is set, the head's vocabulary does not have
     /// [`AdaptiveConfig::head_size`] entries or its hidden states are of another size.
     ///
     /// # Examples
@@ -205,23 +208,25 @@ impl TwoLevel<Adaptive> {
         if config.head_bias {
             return Err(Error::config("head_bias", "false for a head that is given", true));
         }
-        Self::of_head(config, head, vb)
+        Self::from_head(config, head, vb)
     }
 
-    fn of_head(config: &AdaptiveConfig, head: Arc<dyn MixtureLayer>, vb: VarBuilder) -> Result<Self> {
+    /// Makes the clusters of a checked configuration, with their variables, below a head.
+    fn from_head(config: &AdaptiveConfig, head: Arc<dyn MixtureLayer>, vb: VarBuilder) -> Result<Self> {
         let ends = config.cutoffs[1..].iter().chain([&config.vocab_size]);
         let cluster = |(i, (&start, &end)): (usize, (&usize, &usize))| {
             let (context_dim, tail) = (config.context_dim(i), vb.pp("tail").pp(i));
             let projection =
-                tail.get_with_hints((context_dim, config.hidden_size), "0.weight", linear(config.hidden_size))?;
-            let weight = tail.get_with_hints((end - start, context_dim), "1.weight", linear(context_dim))?;
-            Ok(Cluster { projection: Some(projection), weight, bias: None, ranks: start..end })
+                tail.get_with_hints((context_dim, config.hidden_size), "0.weight", linear_init(config.hidden_size))?;
+            let weight = tail.get_with_hints((end - start, context_dim), "1.weight", linear_init(context_dim))?;
+            Ok(Cluster { projection: Some(projection), weight, bias: None, slots: start..end })
         };
         let clusters = config.cutoffs.iter().zip(ends).enumerate().map(cluster).collect::<Result<_>>()?;
-        TwoLevel::from_levels("AdaptiveSoftmax", "head", config.hidden_size, head, clusters, None)
+        let names = LevelNames { head: "AdaptiveSoftmax", root: "head" };
+        TwoLevel::from_levels(names, config.hidden_size, head, clusters, None)
     }
 
-    /// The head: the distribution over the ids of the shortlist, then the clusters.
+    /// Returns the head, which gives the distribution over the ids of the shortlist, then the clusters.
     pub fn head(&self) -> &dyn MixtureLayer {
         &*self.root
     }

@@ -1,18 +1,19 @@
-//! The hierarchical softmax of two levels: a softmax over classes, and one over the ids of each class.
+//! The hierarchical softmax of two levels (Goodman, 2001, arXiv cs/0108006): its root is a head over classes of ids,
+//! and each class is a cluster. There is no shortlist.
 
 use std::sync::Arc;
 
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
-use super::{Cluster, Permutation, TwoLevel};
+use super::{Cluster, LevelNames, Permutation, TwoLevel};
 use crate::error::{Error, Result};
 use crate::heads::{MixtureLayer, SoftmaxHead};
-use crate::tensors::checks::{check_most, check_product, check_sizes, check_vocab};
-use crate::tensors::initial_values;
+use crate::tensors::checks::{check_at_most, check_product, check_sizes, check_vocab};
+use crate::tensors::initial_values::linear_init;
 
-/// The most classes: each has variables of its own, and only few of them are computed.
-const MOST_CLASSES: usize = 1 << 20;
+/// The largest number of classes, each of which has variables of its own.
+const MAX_CLASSES: usize = 1 << 20;
 
 /// The classes of a [`HierarchicalSoftmax`].
 ///
@@ -43,16 +44,16 @@ const MOST_CLASSES: usize = 1 << 20;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum Classes {
-    /// So many classes of consecutive ids, of equal size up to one id. For ids sorted by frequency.
+    /// This many classes of consecutive ids, whose sizes differ by at most one id. They suit ids sorted by frequency.
     Consecutive(usize),
     /// The class of each id. Classes are numbered from 0 without gaps.
     Given(Vec<u32>),
 }
 
 impl Classes {
-    /// At most so many classes of about equal probability mass: ids in descending order of frequency fill one class
-    /// after the other (Mikolov, Kombrink, Burget, Černocký, Khudanpur: Extensions of Recurrent Neural Network Language
-    /// Model. ICASSP 2011). There are fewer if single ids have more than the mass of a class.
+    /// Makes at most this many classes of about equal probability mass: ids in descending order of frequency fill one
+    /// class after the other (Mikolov, Kombrink, Burget, Černocký, Khudanpur: Extensions of Recurrent Neural Network
+    /// Language Model. ICASSP 2011). There are fewer classes if single ids have more than the mass of a class.
     ///
     /// # Errors
     ///
@@ -85,7 +86,7 @@ impl Classes {
         let mut given = vec![0; frequencies.len()];
         let (mut mass, mut bin, mut class) = (0.0, 0, 0);
         for (i, &id) in order.iter().enumerate() {
-            // The class in which the mass before this id ends; rounding may bring it to the end of the last.
+            // The mass before this id ends in the bin `next`; rounding may bring it to the end of the last bin.
             let next = ((mass / total * classes as f64) as usize).min(classes - 1);
             if i > 0 && next > bin {
                 (bin, class) = (next, class + 1);
@@ -114,18 +115,18 @@ impl Classes {
 #[cfg_attr(feature = "serde", serde(from = "HierarchicalFields"))]
 #[non_exhaustive]
 pub struct HierarchicalConfig {
-    /// Size of a hidden state.
+    /// The size of a hidden state.
     pub hidden_size: usize,
-    /// Number of token ids.
+    /// The number of token ids.
     pub vocab_size: usize,
-    /// The classes. The default is consecutive ones, about the square root of `vocab_size` many.
+    /// The classes. The default is consecutive classes, the square root of `vocab_size` in number, rounded up.
     pub classes: Classes,
     /// Whether both levels have a bias. The default is true.
     pub bias: bool,
 }
 
 impl HierarchicalConfig {
-    /// A head of these sizes with consecutive classes and biases.
+    /// Makes the configuration of a head of these sizes with consecutive classes and biases.
     pub fn new(hidden_size: usize, vocab_size: usize) -> Self {
         let classes = Classes::Consecutive((vocab_size as f64).sqrt().ceil() as usize);
         HierarchicalConfig { hidden_size, vocab_size, classes, bias: true }
@@ -141,57 +142,33 @@ impl HierarchicalConfig {
         HierarchicalConfig { bias, ..self }
     }
 
-    /// The number of classes: the vocabulary of a class layer.
+    /// Returns the number of classes, which is the vocabulary of a class layer.
     ///
     /// # Errors
     ///
-    /// If a size is zero, a level would have more than 2^40 weights or 2^32 - 1 ids, or the classes are not valid: more
-    /// than 2^20, or as for [`HierarchicalSoftmax::new`].
+    /// If a size is zero, a level would have more than 2^40 weights or 2^32 - 1 ids, or the classes are not valid: a
+    /// class is empty, or the classes are more than the ids or 2^20 or not given for each id.
     pub fn class_count(&self) -> Result<usize> {
-        Ok(self.sizes()?.0.len())
+        Ok(self.class_sizes()?.0.len())
     }
 
-    /// The number of ids of each class, checked, and the order of the ids by class if that is not their own.
-    fn sizes(&self) -> Result<(Vec<usize>, Option<Permutation>)> {
+    /// Checks the sizes and the classes. Returns the number of ids of each class, and the order of the ids by class, or
+    /// `None` if it is the order of the ids themselves.
+    fn class_sizes(&self) -> Result<(Vec<usize>, Option<Permutation>)> {
         check_sizes(&[("hidden_size", self.hidden_size)])?;
         check_vocab(self.vocab_size)?;
         check_product("vocab_size * hidden_size", &[self.vocab_size, self.hidden_size])?;
         let vocab = self.vocab_size;
         match &self.classes {
             &Classes::Consecutive(classes) if (1..=vocab).contains(&classes) => {
-                check_most("classes", classes, MOST_CLASSES)?;
+                check_at_most("classes", classes, MAX_CLASSES)?;
                 let start = |class| (class as u128 * vocab as u128 / classes as u128) as usize;
                 Ok(((0..classes).map(|class| start(class + 1) - start(class)).collect(), None))
             }
             Classes::Consecutive(classes) => {
                 Err(Error::config("classes", format!("a number from 1 to vocab_size {vocab}"), classes))
             }
-            Classes::Given(given) if given.len() == vocab => {
-                let classes = given.iter().max().map_or(0, |&last| (last as usize).saturating_add(1));
-                let mut sizes = vec![0; classes.min(vocab)];
-                for &class in given {
-                    if let Some(size) = sizes.get_mut(class as usize) {
-                        *size += 1;
-                    }
-                }
-                if let Some(class) = sizes.iter().position(|&size| size == 0) {
-                    return Err(Error::config(
-                        "classes",
-                        "an id in each class up to the last",
-                        format!("none in {class}"),
-                    ));
-                }
-                check_most("classes", classes, MOST_CLASSES)?;
-                let mut id_of_rank: Vec<u32> = (0..vocab as u32).collect();
-                if given.is_sorted() {
-                    return Ok((sizes, None));
-                }
-                // Stable: within a class, ids ascend.
-                id_of_rank.sort_by_key(|&id| given[id as usize]);
-                let mut rank_of_id = vec![0; vocab];
-                id_of_rank.iter().zip(0..).for_each(|(&id, rank)| rank_of_id[id as usize] = rank);
-                Ok((sizes, Some(Permutation { rank_of_id, id_of_rank })))
-            }
+            Classes::Given(given) if given.len() == vocab => given_class_sizes(given),
             Classes::Given(given) => {
                 Err(Error::config("classes", format!("the classes of {vocab} ids"), format!("{}", given.len())))
             }
@@ -199,7 +176,33 @@ impl HierarchicalConfig {
     }
 }
 
-/// The configuration as deserialized: sizes are required, options have the defaults of `new`.
+/// Checks given classes, one for each token id. Returns the number of ids of each class, and the order of the ids by
+/// class, or `None` if it is the order of the ids themselves.
+fn given_class_sizes(given: &[u32]) -> Result<(Vec<usize>, Option<Permutation>)> {
+    let vocab = given.len();
+    let classes = given.iter().max().map_or(0, |&last| (last as usize).saturating_add(1));
+    let mut sizes = vec![0; classes.min(vocab)];
+    for &class in given {
+        if let Some(size) = sizes.get_mut(class as usize) {
+            *size += 1;
+        }
+    }
+    if let Some(class) = sizes.iter().position(|&size| size == 0) {
+        return Err(Error::config("classes", "an id in each class up to the last", format!("none in {class}")));
+    }
+    check_at_most("classes", classes, MAX_CLASSES)?;
+    if given.is_sorted() {
+        return Ok((sizes, None));
+    }
+    let mut id_by_slot: Vec<u32> = (0..vocab as u32).collect();
+    // The sort is stable, so that ids ascend within a class.
+    id_by_slot.sort_by_key(|&id| given[id as usize]);
+    let mut slot_by_id = vec![0; vocab];
+    id_by_slot.iter().zip(0..).for_each(|(&id, slot)| slot_by_id[id as usize] = slot);
+    Ok((sizes, Some(Permutation { slot_by_id, id_by_slot })))
+}
+
+/// The fields of a configuration that is deserialized: sizes are required, options have the defaults of `new`.
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
 struct HierarchicalFields {
@@ -233,8 +236,8 @@ impl From<HierarchicalFields> for HierarchicalConfig {
 ///
 /// The loss is exact. It reads the targets, which on a GPU waits for the device. A class without a target in the batch
 /// gets no gradients: they are zero, but absent from the `GradStore`. Each class has its own variables, because the
-/// gradient of a part of one matrix would be as large as the matrix. Of the options of a loss, label smoothing, z-loss
-/// and counted predictions are [`Error::Unsupported`](crate::Error::Unsupported).
+/// gradient of a part of one matrix would be as large as the matrix. The options label smoothing, z-loss and counted
+/// predictions of a loss are [`Error::Unsupported`](crate::Error::Unsupported).
 ///
 /// [`OutputLayer::top_k`](crate::OutputLayer::top_k) computes a class only at positions where one of its ids can be
 /// among the k best (a NaN in another class goes unnoticed). [`OutputLayer::sample`](crate::OutputLayer::sample) draws
@@ -273,7 +276,7 @@ pub type HierarchicalSoftmax = TwoLevel<Hierarchical>;
 pub enum Hierarchical {}
 
 impl TwoLevel<Hierarchical> {
-    /// A head with the variables `class.weight` `[classes, hidden]`, `class.bias` `[classes]`, and for each class
+    /// Makes a head with the variables `class.weight` `[classes, hidden]`, `class.bias` `[classes]`, and for each class
     /// `word.{c}.weight` `[size_c, hidden]` and `word.{c}.bias` `[size_c]`: weights uniform within 1 / sqrt(hidden),
     /// biases zero.
     ///
@@ -282,18 +285,18 @@ impl TwoLevel<Hierarchical> {
     /// If a size is zero, a level would have more than 2^40 weights or 2^32 - 1 ids, a class is empty, the classes are
     /// more than the ids or 2^20 or not given for each id, or a variable is missing or of another shape.
     pub fn new(config: &HierarchicalConfig, vb: VarBuilder) -> Result<Self> {
-        let classes = config.sizes()?.0.len();
-        let (weight, bias) = linear(classes, config, &vb.pp("class"))?;
+        let classes = config.class_sizes()?.0.len();
+        let (weight, bias) = level_variables(classes, config, &vb.pp("class"))?;
         Self::with_class_layer(config, Arc::new(SoftmaxHead::from_tensors(weight, bias)?), vb)
     }
 
-    /// With another layer over the classes, such as a [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes). The variables
-    /// hold the ids within each class.
+    /// Makes a hierarchical softmax with a layer of your own over the classes, such as a
+    /// [`MixtureOfSoftmaxes`](crate::MixtureOfSoftmaxes). This creates variables for the ids within each class only.
     ///
     /// # Errors
     ///
-    /// As for [`HierarchicalSoftmax::new`], or if the layer's vocabulary is not the classes or its hidden states are of
-    /// another size.
+    /// The errors of [`HierarchicalSoftmax::new`], or if the layer's vocabulary is not the classes or its hidden states
+    /// are of another size.
     ///
     /// # Examples
     ///
@@ -321,33 +324,27 @@ impl TwoLevel<Hierarchical> {
         class_layer: Arc<dyn MixtureLayer>,
         vb: VarBuilder,
     ) -> Result<Self> {
-        let (sizes, permutation) = config.sizes()?;
+        let (sizes, permutation) = config.class_sizes()?;
         let mut start = 0;
         let cluster = |(class, size): (usize, usize)| {
-            let (weight, bias) = linear(size, config, &vb.pp("word").pp(class))?;
+            let (weight, bias) = level_variables(size, config, &vb.pp("word").pp(class))?;
             start += size;
-            Ok(Cluster { projection: None, weight, bias, ranks: start - size..start })
+            Ok(Cluster { projection: None, weight, bias, slots: start - size..start })
         };
         let clusters = sizes.into_iter().enumerate().map(cluster).collect::<Result<_>>()?;
-        TwoLevel::from_levels(
-            "HierarchicalSoftmax",
-            "class_layer",
-            config.hidden_size,
-            class_layer,
-            clusters,
-            permutation,
-        )
+        let names = LevelNames { head: "HierarchicalSoftmax", root: "class_layer" };
+        TwoLevel::from_levels(names, config.hidden_size, class_layer, clusters, permutation)
     }
 
-    /// The distribution over the classes.
+    /// Returns the layer that gives the distribution over the classes.
     pub fn class_layer(&self) -> &dyn MixtureLayer {
         &*self.root
     }
 }
 
-/// Weight and bias of a level, with so many outputs.
-fn linear(outputs: usize, config: &HierarchicalConfig, vb: &VarBuilder) -> Result<(Tensor, Option<Tensor>)> {
-    let init = initial_values::linear(config.hidden_size);
+/// Makes the weight of a level with this number of outputs, and its bias if it is configured.
+fn level_variables(outputs: usize, config: &HierarchicalConfig, vb: &VarBuilder) -> Result<(Tensor, Option<Tensor>)> {
+    let init = linear_init(config.hidden_size);
     let weight = vb.get_with_hints((outputs, config.hidden_size), "weight", init)?;
     let bias = config.bias.then(|| vb.get_with_hints(outputs, "bias", Init::Const(0.0))).transpose()?;
     Ok((weight, bias))

@@ -1,4 +1,5 @@
-//! Heads for large vocabularies: the adaptive and the hierarchical softmax, a vocabulary of two levels.
+//! Heads for large vocabularies, which factorise the vocabulary into two levels: the adaptive and the hierarchical
+//! softmax.
 //!
 //! ```text
 //! P(v) = P_root(v)                      for an id of the shortlist
@@ -6,15 +7,15 @@
 //! ```
 //!
 //! The root is a mixture over `[shortlist ids, clusters]`; each cluster is a softmax, whose context is the hidden state
-//! or a linear projection of it. A loss computes the root, and of the rest only the clusters that have a target:
+//! or a linear projection of it. A loss computes the root, and only those clusters that have a target:
 //!
 //! | head | levels | cost |
 //! |---|---|---|
 //! | [`AdaptiveSoftmax`] | frequent ids and clusters, by any head that is a mixture; the ids of each cluster, from narrower contexts | about a softmax over the frequent ids |
 //! | [`HierarchicalSoftmax`] | classes, by any head that is a mixture; the ids of each class | about two softmaxes over sqrt(vocab) ids |
 //!
-//! Both are a [`TwoLevel`], by the scheme [`Adaptive`] or [`Hierarchical`]. Begin with [`AdaptiveConfig`], which has the
-//! ids sorted by frequency, or with [`HierarchicalConfig`], where [`Classes`] may be of any kind.
+//! Both are a [`TwoLevel`], by the scheme [`Adaptive`] or [`Hierarchical`]. Begin with [`AdaptiveConfig`] if token ids
+//! are sorted by frequency, or with [`HierarchicalConfig`], which takes [`Classes`] of any kind.
 
 mod adaptive;
 mod hierarchical;
@@ -37,18 +38,21 @@ use crate::heads::{MixtureLayer, OutputLayer};
 use crate::loss::{Loss, LossOptions, Request};
 use crate::mixture::Mixture;
 use crate::tensors::checks::{check_hidden, check_product, leading};
-use crate::tensors::linear::layer;
+use crate::tensors::linear::{linear_layer, LinearOperands};
 pub use adaptive::{Adaptive, AdaptiveConfig, AdaptiveSoftmax};
 pub use hierarchical::{Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax};
 
-/// A head whose vocabulary is a shortlist and clusters, by a scheme `S`:
-/// [`AdaptiveSoftmax`] or [`HierarchicalSoftmax`]. `R` is the layer of the first level.
+/// A head whose vocabulary is a shortlist and clusters: an [`AdaptiveSoftmax`] or a [`HierarchicalSoftmax`], by its
+/// scheme `S`. `R` is the layer of the first level.
+///
+/// The ids of the shortlist and then those of the clusters, one cluster after the other, have consecutive slots. The
+/// slot of a token id is the id itself, or is in a permutation.
 #[derive(Clone, Debug)]
 pub struct TwoLevel<S, R = Arc<dyn MixtureLayer>> {
-    /// For errors.
+    /// The name of the head in errors.
     name: &'static str,
     scheme: PhantomData<S>,
-    /// Over the shortlist, then the clusters.
+    /// The layer over the shortlist, then the clusters.
     root: R,
     /// The number of ids that are entries of the root themselves.
     shortlist: usize,
@@ -57,7 +61,7 @@ pub struct TwoLevel<S, R = Arc<dyn MixtureLayer>> {
     permutation: Option<Permutation>,
 }
 
-/// A softmax over consecutive ranks.
+/// A softmax over the ids of consecutive slots.
 #[derive(Clone, Debug)]
 struct Cluster {
     /// `[d, hidden]`
@@ -66,88 +70,91 @@ struct Cluster {
     weight: Tensor,
     /// `[size]`
     bias: Option<Tensor>,
-    /// Its ranks.
-    ranks: Range<usize>,
+    /// The slots of its ids.
+    slots: Range<usize>,
 }
 
 impl Cluster {
-    /// The softmax with its parameters as constants.
+    /// Returns the softmax with its parameters as constants.
     fn frozen(&self) -> Self {
-        let Cluster { projection, weight, bias, ranks } = self;
+        let Cluster { projection, weight, bias, slots } = self;
         let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
         Cluster {
             projection: detached(projection),
             weight: weight.detach(),
             bias: detached(bias),
-            ranks: ranks.clone(),
+            slots: slots.clone(),
         }
     }
 
-    /// The softmax at these positions, `[positions, hidden]`.
-    fn mixture(&self, rows: &Tensor) -> Result<Mixture> {
+    /// Computes the softmax at these positions, `[positions, hidden]`.
+    fn mixture(&self, states: &Tensor) -> Result<Mixture> {
         let contexts = match &self.projection {
-            None => rows.unsqueeze(1)?,
+            None => states.unsqueeze(1)?,
             Some(weight) => {
-                let shape = [rows.dim(0)?, 1, weight.dim(0)?];
-                layer(
-                    "cluster",
-                    (rows, weight, None),
-                    &shape,
-                    backend::matmul,
-                    |z, _| Ok(z),
-                    |_, upstream| Ok(upstream.clone()),
-                )?
+                let shape = [states.dim(0)?, 1, weight.dim(0)?];
+                let operands = LinearOperands { input: states, weight, bias: None };
+                let gradient = |_: &Tensor, upstream: &Tensor| Ok(upstream.clone());
+                linear_layer("cluster", operands, &shape, backend::matmul, |z, _| Ok(z), gradient)?
             }
         };
         Mixture::new(&contexts, None, &self.weight, self.bias.as_ref())
     }
 }
 
-/// The order of the token ids, cluster by cluster, if that is not their own; there is no shortlist then. Within a
-/// cluster, ids ascend.
+/// The order of the token ids, cluster by cluster, where it differs from the order of the ids; there is no shortlist
+/// then. Within a cluster, ids ascend.
 #[derive(Clone, Debug)]
 struct Permutation {
-    rank_of_id: Vec<u32>,
-    id_of_rank: Vec<u32>,
+    slot_by_id: Vec<u32>,
+    id_by_slot: Vec<u32>,
 }
 
-/// Where the log-probability of a token id comes from.
+/// The entries whose log-probabilities add up to that of a token id.
 #[derive(Clone, Copy, Debug)]
 struct Place {
-    /// Its entry of the root, or its cluster's.
+    /// The root's entry for the id, or for its cluster.
     entry: usize,
-    /// Its cluster and its index there.
+    /// The cluster, and the index of the id there; `None` for an id of the shortlist.
     within: Option<(usize, usize)>,
 }
 
+/// The names of a scheme in errors.
+#[derive(Clone, Copy, Debug)]
+struct LevelNames {
+    /// The name of the head.
+    head: &'static str,
+    /// The name of the argument that is the root.
+    root: &'static str,
+}
+
 impl<S> TwoLevel<S> {
-    /// `clusters` have consecutive ranks, from the shortlist on; an error that names `argument` if the root does not
-    /// fit.
+    /// Makes a head from its root and its clusters, which have consecutive slots, from the shortlist on. It is an error
+    /// if the root has other sizes than these.
     fn from_levels(
-        name: &'static str,
-        argument: &'static str,
-        hidden: usize,
+        names: LevelNames,
+        hidden_size: usize,
         root: Arc<dyn MixtureLayer>,
         clusters: Vec<Cluster>,
         permutation: Option<Permutation>,
     ) -> Result<Self> {
-        let shortlist = clusters.first().map_or(0, |cluster| cluster.ranks.start);
-        let vocab_size = clusters.last().map_or(0, |cluster| cluster.ranks.end);
+        let shortlist = clusters.first().map_or(0, |cluster| cluster.slots.start);
+        let vocab_size = clusters.last().map_or(0, |cluster| cluster.slots.end);
         let entries = shortlist + clusters.len();
-        if (root.hidden_size(), root.vocab_size()) != (hidden, entries) {
-            let expected = format!("a layer with hidden_size {hidden} and vocab_size {entries}");
+        if (root.hidden_size(), root.vocab_size()) != (hidden_size, entries) {
+            let expected = format!("a layer with hidden_size {hidden_size} and vocab_size {entries}");
             let got = format!("{} and {}", root.hidden_size(), root.vocab_size());
-            return Err(Error::config(argument, expected, got));
+            return Err(Error::config(names.root, expected, got));
         }
-        Ok(TwoLevel { name, scheme: PhantomData, root, shortlist, clusters, vocab_size, permutation })
+        Ok(TwoLevel { name: names.head, scheme: PhantomData, root, shortlist, clusters, vocab_size, permutation })
     }
 }
 
 impl<S, R: MixtureLayer> TwoLevel<S, R> {
-    /// Log-probabilities of the root, `[rows, entries]`, checked.
-    fn root_log_probs(&self, rows: &Tensor, dtype: DType) -> Result<Tensor> {
-        let root = self.root.log_probs_as(rows, dtype)?;
-        let expected = [rows.dim(0)?, self.shortlist + self.clusters.len()];
+    /// Computes the log-probabilities of the root, `[positions, entries]`, and checks their shape.
+    fn root_log_probs(&self, states: &Tensor, dtype: DType) -> Result<Tensor> {
+        let root = self.root.log_probs_as(states, dtype)?;
+        let expected = [states.dim(0)?, self.shortlist + self.clusters.len()];
         if root.dims() == expected {
             Ok(root)
         } else {
@@ -155,14 +162,15 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         }
     }
 
-    /// Hidden states as `[positions, hidden]`, checked.
-    fn rows(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.check(hidden)?;
+    /// Checks hidden states, and returns them as `[positions, hidden]`.
+    fn flat_states(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.check_hidden(hidden)?;
         let positions: usize = leading(hidden)?.iter().product();
         Ok(hidden.reshape((positions, self.root.hidden_size()))?)
     }
 
-    fn check(&self, hidden: &Tensor) -> Result<()> {
+    /// Checks that hidden states match the head.
+    fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
         let Some(first) = self.clusters.first() else { return Ok(()) };
         let compared = || match &first.projection {
             Some(projection) => format!("the first cluster's projection {:?}", projection.dims()),
@@ -171,19 +179,20 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         check_hidden(hidden, self.root.hidden_size(), compared, &first.weight)
     }
 
+    /// Returns the entries of a token id.
     fn place(&self, id: usize) -> Place {
-        let rank = self.permutation.as_ref().map_or(id, |permutation| permutation.rank_of_id[id] as usize);
-        if rank < self.shortlist {
-            return Place { entry: rank, within: None };
+        let slot = self.permutation.as_ref().map_or(id, |permutation| permutation.slot_by_id[id] as usize);
+        if slot < self.shortlist {
+            return Place { entry: slot, within: None };
         }
-        let cluster = self.clusters.partition_point(|cluster| cluster.ranks.end <= rank);
-        Place { entry: self.shortlist + cluster, within: Some((cluster, rank - self.clusters[cluster].ranks.start)) }
+        let cluster = self.clusters.partition_point(|cluster| cluster.slots.end <= slot);
+        Place { entry: self.shortlist + cluster, within: Some((cluster, slot - self.clusters[cluster].slots.start)) }
     }
 
-    /// The token id at an index of a cluster.
+    /// Returns the token id at an index of a cluster.
     fn id_within(&self, cluster: usize, index: usize) -> u32 {
-        let rank = self.clusters[cluster].ranks.start + index;
-        self.permutation.as_ref().map_or(rank as u32, |permutation| permutation.id_of_rank[rank])
+        let slot = self.clusters[cluster].slots.start + index;
+        self.permutation.as_ref().map_or(slot as u32, |permutation| permutation.id_by_slot[slot])
     }
 }
 
@@ -197,8 +206,8 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.check(hidden)?;
-        self.loss_of(hidden, &Request::new(leading(hidden)?, Some(self.vocab_size), hidden, targets, options)?)
+        self.check_hidden(hidden)?;
+        self.request_loss(hidden, &Request::new(leading(hidden)?, Some(self.vocab_size), hidden, targets, options)?)
     }
 
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
@@ -207,36 +216,36 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
 
     fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
         accumulation_dtype("dtype", dtype)?;
-        let rows = self.rows(hidden)?;
-        check_product("positions * vocab_size", &[rows.dim(0)?, self.vocab_size])?;
+        let states = self.flat_states(hidden)?;
+        check_product("positions * vocab_size", &[states.dim(0)?, self.vocab_size])?;
         let shape = [leading(hidden)?, &[self.vocab_size]].concat();
-        if rows.elem_count() == 0 {
+        if states.elem_count() == 0 {
             return Ok(Tensor::zeros(shape, dtype, hidden.device())?);
         }
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
         let index = |values: Vec<u32>| Tensor::from_vec(values, self.vocab_size, hidden.device());
         let entries = (0..self.vocab_size).map(|id| self.place(id).entry as u32).collect();
-        let root = self.root_log_probs(&rows, accumulation)?.index_select(&index(entries)?, 1)?;
+        let root = self.root_log_probs(&states, accumulation)?.index_select(&index(entries)?, 1)?;
         let mut parts = Vec::with_capacity(self.clusters.len() + 1);
         if self.shortlist > 0 {
-            parts.push(Tensor::zeros((rows.dim(0)?, self.shortlist), accumulation, hidden.device())?);
+            parts.push(Tensor::zeros((states.dim(0)?, self.shortlist), accumulation, hidden.device())?);
         }
         for cluster in &self.clusters {
-            parts.push(cluster.mixture(&rows)?.log_probs_as(accumulation)?);
+            parts.push(cluster.mixture(&states)?.log_probs_as(accumulation)?);
         }
         let mut within = Tensor::cat(&parts, 1)?;
         if let Some(permutation) = &self.permutation {
-            within = within.index_select(&index(permutation.rank_of_id.clone())?, 1)?;
+            within = within.index_select(&index(permutation.slot_by_id.clone())?, 1)?;
         }
         Ok((root + within)?.reshape(shape)?.to_dtype(dtype)?)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        self.most_probable(hidden, k)
+        self.search_top_k(hidden, k)
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-        self.draw(hidden, sampler)
+        self.draw_ids(hidden, sampler)
     }
 
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {

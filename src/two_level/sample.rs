@@ -1,4 +1,5 @@
-//! Draws from a factorised vocabulary level by level: an entry of the root, then an id of the cluster that was drawn.
+//! Sampling from a factorised vocabulary, level by level: it draws an entry of the root and, if that is a cluster, an
+//! id of the cluster.
 
 use std::fmt::Debug;
 
@@ -8,13 +9,14 @@ use super::TwoLevel;
 use crate::backend::operands::accumulation_dtype;
 use crate::decoding::Sampler;
 use crate::error::{Error, OptionName, Result};
-use crate::heads::MixtureLayer;
-use crate::heads::OutputLayer;
+use crate::heads::{MixtureLayer, OutputLayer};
 use crate::tensors::checks::leading;
 use crate::tensors::transfer::to_device;
 
 impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
-    pub(super) fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
+    /// Draws a token id after each hidden state. A temperature or a truncation needs the log-probabilities of all ids;
+    /// otherwise only drawn clusters are computed.
+    pub(super) fn draw_ids(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
         let sampling = sampler.sampling();
         if sampling.component_temperature != 1.0 {
             return Err(Error::Unsupported { option: OptionName::ComponentTemperature, head: self.name });
@@ -27,8 +29,8 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
             let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
             return sampler.sample_rounded(&self.log_probs_as(hidden, accumulation)?.detach(), hidden.dtype());
         }
-        let rows = self.rows(hidden)?.detach();
-        let mut ids = self.root.sample(&rows, sampler)?.flatten_all()?.to_vec1::<u32>()?;
+        let states = self.flat_states(hidden)?.detach();
+        let mut ids = self.root.sample(&states, sampler)?.flatten_all()?.to_vec1::<u32>()?;
         let entries = self.shortlist + self.clusters.len();
         if let Some(entry) = ids.iter().find(|entry| **entry as usize >= entries) {
             return Err(Error::config("sample of the first level", format!("below {entries}"), entry));
@@ -40,9 +42,9 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
             }
         }
         for (cluster, positions) in members.iter().enumerate().filter(|(_, positions)| !positions.is_empty()) {
-            let rows = rows.index_select(&Tensor::new(&**positions, hidden.device())?, 0)?;
-            let drawn = self.clusters[cluster].mixture(&rows)?.sample(sampler);
-            let drawn = drawn.map_err(|error| error.among(positions))?;
+            let states = states.index_select(&Tensor::new(&**positions, hidden.device())?, 0)?;
+            let drawn = self.clusters[cluster].mixture(&states)?.sample(sampler);
+            let drawn = drawn.map_err(|error| error.with_position_from(positions))?;
             for (&position, index) in positions.iter().zip(drawn.to_vec1::<u32>()?) {
                 ids[position as usize] = self.id_within(cluster, index as usize);
             }

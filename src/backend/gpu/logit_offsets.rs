@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor, D};
 
 use crate::backend::operands::Operands;
 use crate::error::Result;
-use crate::tensors::id_lists::rows_of;
+use crate::tensors::id_lists::matrix_rows;
 
 /// Computes the log-sum-exp of each position's logits; none for several softmaxes.
 pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Result<Vec<f32>> {
@@ -16,9 +16,9 @@ pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Resu
     let ids: Vec<u32> = log_probs.iter().map(argmax).collect();
     let largest = log_probs.iter().zip(&ids).map(|(row, &id)| row[id as usize]);
     let id_tensor = Tensor::new(ids.as_slice(), operands.contexts.device())?;
-    let mut rows = rows_of(&operands.weight, &id_tensor)?;
+    let mut rows = matrix_rows(&operands.weight, &id_tensor)?;
     if let Some(adapter) = &operands.adapter {
-        rows = Tensor::cat(&[rows, rows_of(adapter, &id_tensor)?], 1)?;
+        rows = Tensor::cat(&[rows, matrix_rows(adapter, &id_tensor)?], 1)?;
     }
     let contexts = operands.contexts.squeeze(1)?.to_dtype(DType::F32)?;
     let mut z = (contexts * rows.to_dtype(DType::F32)?)?.sum(D::Minus1)?;

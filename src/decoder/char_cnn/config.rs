@@ -1,10 +1,10 @@
 //! The sizes of a [`CharCnn`](super::CharCnn).
 
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_most, check_product, check_sizes};
+use crate::tensors::checks::{check_at_most, check_product, check_sizes};
 
 /// The largest number of highway layers.
-const MOST_LAYERS: usize = 1024;
+const MAX_LAYERS: usize = 1024;
 
 /// The sizes and options of a [`CharCnn`](crate::parts::CharCnn).
 ///
@@ -25,26 +25,26 @@ const MOST_LAYERS: usize = 1024;
 #[cfg_attr(feature = "serde", serde(from = "CharCnnFields"))]
 #[non_exhaustive]
 pub struct CharCnnConfig {
-    /// Size of a row, d.
+    /// The size of a row, d.
     pub context_dim: usize,
-    /// Size of a character's embedding. The default is 16.
+    /// The size of a character's embedding. The default is 16.
     pub embedding: usize,
-    /// The convolutions, (width, channels) each. The default is (1, 32), (2, 64), (3, 96), (4, 128), (5, 160): in
-    /// proportion to the width, as in Kim et al. (2016).
+    /// The convolutions, (width, channels) each. The default is (1, 32), (2, 64), (3, 96), (4, 128), (5, 160): the
+    /// channels are proportional to the width, as in Kim et al. (2016).
     pub filters: Vec<(usize, usize)>,
-    /// Number of highway layers. The default is 2.
+    /// The number of highway layers. The default is 2.
     pub highway: usize,
-    /// Size of the correction of each entry. The default is 0: no correction.
+    /// The size of the correction of each entry. The default is 0: no correction.
     pub correction: usize,
     /// The characters that spellings may have. The default, `None`, allows the characters of the vocabulary's
     /// spellings.
     pub alphabet: Option<String>,
-    /// Limit on the memory of intermediate results, in bytes. The default is 64 MiB.
+    /// The limit on the memory of intermediate results, in bytes. The default is 64 MiB.
     pub budget_bytes: usize,
 }
 
 impl CharCnnConfig {
-    /// The default network for rows of this size.
+    /// Makes the configuration of the default network for rows of this size.
     pub fn new(context_dim: usize) -> Self {
         CharCnnConfig {
             context_dim,
@@ -72,24 +72,25 @@ impl CharCnnConfig {
         CharCnnConfig { highway, ..self }
     }
 
-    /// Adds a vector of this size for each entry, times a matrix, to its row: it tells apart entries that are spelled
-    /// alike. Jozefowicz et al. (2016) have 128.
+    /// Sets the size of a vector for each entry that is multiplied by a matrix and added to the entry's row, to
+    /// distinguish entries with the same spelling. Jozefowicz et al. (2016) use 128.
     pub fn with_correction(self, correction: usize) -> Self {
         CharCnnConfig { correction, ..self }
     }
 
-    /// Sets the characters that spellings may have: with more characters than the vocabulary has, other entries have
-    /// rows too ([`CharCnn::rows_of_spellings`](crate::parts::CharCnn::rows_of_spellings)).
+    /// Sets the characters that spellings may have. With more characters than those of the vocabulary, words outside
+    /// the vocabulary have rows too ([`CharCnn::rows_of_spellings`](crate::parts::CharCnn::rows_of_spellings)).
     pub fn with_alphabet(self, alphabet: &str) -> Self {
         CharCnnConfig { alphabet: Some(alphabet.into()), ..self }
     }
 
-    /// Sets the limit on the memory of intermediate results, in bytes. Rows are computed in groups that fit, at least
-    /// one entry each.
+    /// Sets the limit on the memory of intermediate results, in bytes. Rows are computed in groups of entries that fit,
+    /// at least one entry each.
     pub fn with_budget_bytes(self, budget_bytes: usize) -> Self {
         CharCnnConfig { budget_bytes, ..self }
     }
 
+    /// Checks the sizes and options.
     pub(super) fn validate(&self) -> Result<()> {
         check_sizes(&[
             ("context_dim", self.context_dim),
@@ -103,7 +104,7 @@ impl CharCnnConfig {
             let expected = "different widths of at least 1, and channels of at least 1";
             return Err(Error::config("filters", expected, format!("{filter:?} at index {index}")));
         }
-        check_most("highway", self.highway, MOST_LAYERS)?;
+        check_at_most("highway", self.highway, MAX_LAYERS)?;
         for &(width, channels) in &self.filters {
             check_product("width * embedding * channels", &[width, self.embedding, channels])?;
         }
@@ -114,7 +115,7 @@ impl CharCnnConfig {
         check_product("context_dim * correction", &[self.context_dim, self.correction])
     }
 
-    /// Number of channels of all convolutions.
+    /// Returns the number of channels of all convolutions.
     pub(super) fn channels(&self) -> usize {
         self.filters.iter().fold(0, |sum, (_, channels)| sum.saturating_add(*channels))
     }

@@ -1,4 +1,5 @@
-//! Rows of a decoder that are computed from spellings.
+//! Rows of a decoder that a network computes from spellings (Kim et al., 2016, arXiv 1508.06615; Jozefowicz et al.,
+//! 2016, arXiv 1602.02410, section 3.2). The decoder asks for all rows, or for those of a sample.
 
 mod config;
 mod network;
@@ -13,7 +14,7 @@ use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::tensors::autograd;
 use crate::tensors::checks::{check_elements, check_float, check_product, check_sizes};
-use crate::tensors::initial_values::linear;
+use crate::tensors::initial_values::linear_init;
 use crate::tensors::permutation::inverse;
 pub use config::CharCnnConfig;
 use network::Parameters;
@@ -51,7 +52,7 @@ use spelling::Alphabet;
 /// let gradients = head.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
 /// assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
 ///
-/// // Its rows are computed once for all that follows.
+/// // The frozen head has computed its rows once.
 /// let frozen = head.frozen()?;
 /// let best = frozen.top_k(&hidden, 2)?;
 /// # Ok(())
@@ -97,7 +98,7 @@ impl CharCnn {
             let (vb, size) = (vb.pp("correction"), config.correction);
             Ok::<_, Error>((
                 vb.get_with_hints((spellings.len(), size), "weight", Init::Const(0.0))?,
-                vb.get_with_hints((config.context_dim, size), "projection", linear(size))?,
+                vb.get_with_hints((config.context_dim, size), "projection", linear_init(size))?,
             ))
         });
         let parameters = network::variables(config, alphabet.size(), &vb)?;
@@ -111,12 +112,12 @@ impl CharCnn {
         })
     }
 
-    /// The number of entries.
+    /// Returns the number of entries.
     pub fn vocab_size(&self) -> usize {
         self.spellings.len()
     }
 
-    /// The size of a row, d.
+    /// Returns the size of a row, d.
     pub fn context_dim(&self) -> usize {
         self.config.context_dim
     }
@@ -129,11 +130,10 @@ impl CharCnn {
     ///
     /// # Errors
     ///
-    /// If candle cannot compute them: the device has no memory left, or candle has no kernel there for the parameters'
-    /// dtype.
+    /// If the device has no memory left, or candle has no kernel there for the parameters' dtype.
     pub fn rows(&self) -> Result<Tensor> {
         let correction = self.correction.as_ref().map(|(correction, _)| correction.clone());
-        self.corrected(self.spellings.clone(), correction)
+        self.corrected_rows(self.spellings.clone(), correction)
     }
 
     /// Computes the rows of these entries only. Differentiable.
@@ -161,7 +161,7 @@ impl CharCnn {
         };
         let spellings = ids.to_vec1::<u32>()?.iter().enumerate().map(spelling).collect::<Result<Vec<_>>>()?;
         let correction = self.correction.as_ref().map(|(correction, _)| correction.index_select(ids, 0));
-        self.corrected(Arc::new(spellings), correction.transpose()?)
+        self.corrected_rows(Arc::new(spellings), correction.transpose()?)
     }
 
     /// Computes the rows of entries outside the vocabulary, which have no correction. Differentiable.
@@ -192,24 +192,25 @@ impl CharCnn {
     /// # }
     /// ```
     pub fn rows_of_spellings(&self, spellings: &[impl AsRef<str>]) -> Result<Tensor> {
-        self.computed(Arc::new(self.alphabet.encode(spellings)?))
+        self.network_rows(Arc::new(self.alphabet.encode(spellings)?))
     }
 
-    /// One of the parameters, which share a dtype and a device.
+    /// Returns one of the parameters, which share a dtype and a device.
     pub(crate) fn parameter(&self) -> &Tensor {
         &self.parameters[0]
     }
 
-    fn corrected(&self, spellings: Arc<Vec<Vec<u32>>>, correction: Option<Tensor>) -> Result<Tensor> {
-        let rows = self.computed(spellings)?;
+    /// Computes the network's rows of these spellings, and adds the product of the entries' corrections.
+    fn corrected_rows(&self, spellings: Arc<Vec<Vec<u32>>>, correction: Option<Tensor>) -> Result<Tensor> {
+        let rows = self.network_rows(spellings)?;
         match (correction, &self.correction) {
             (Some(correction), Some((_, projection))) => Ok((rows + correction.matmul(&projection.t()?)?)?),
             _ => Ok(rows),
         }
     }
 
-    /// Computes the network's rows as one node of the graph, which keeps no intermediate results.
-    fn computed(&self, spellings: Arc<Vec<Vec<u32>>>) -> Result<Tensor> {
+    /// Computes the network's rows of these spellings as one node of the graph, which keeps no intermediate results.
+    fn network_rows(&self, spellings: Arc<Vec<Vec<u32>>>) -> Result<Tensor> {
         if spellings.is_empty() {
             return Ok(Tensor::zeros((0, self.context_dim()), self.parameter().dtype(), self.parameter().device())?);
         }
@@ -219,10 +220,10 @@ impl CharCnn {
         let config = self.config.clone();
         let values: Parameters = self.parameters.iter().map(Tensor::detach).collect();
         let rows = {
-            let of_groups = groups.map(&spellings, |spellings| network::rows(&config, &values, spellings))?;
-            let sorted = Tensor::cat(&of_groups, 0)?;
-            drop(of_groups);
-            groups.in_order(&sorted)?
+            let group_rows = groups.map(&spellings, |spellings| network::rows(&config, &values, spellings))?;
+            let sorted = Tensor::cat(&group_rows, 0)?;
+            drop(group_rows);
+            groups.to_entry_order(&sorted)?
         };
 
         // A custom operation of candle has three operands. Frozen parameters must not appear in the GradStore.
@@ -232,7 +233,7 @@ impl CharCnn {
         let none = Tensor::zeros(1, dtype, device)?;
         let packed = if trained.is_empty() { none.clone() } else { Tensor::cat(&trained, 0)? };
         autograd::attach("char-cnn", rows, [&packed, &none, &none], move |_, _, upstream| {
-            // The accumulation dtype serves for sums of many terms: a bias has a gradient from every entry.
+            // Sums of many terms are in the accumulation dtype: a bias has a gradient from every entry.
             let leaf = |(value, &is_trained): (&Tensor, &bool)| {
                 let value = value.to_dtype(accumulation)?;
                 Ok::<_, Error>(if is_trained { Var::from_tensor(&value)?.into_inner() } else { value })
@@ -240,7 +241,7 @@ impl CharCnn {
             let leaves = values.iter().zip(&is_trained).map(leaf).collect::<Result<Parameters>>()?;
             let trained: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.is_variable()).collect();
             let mut sums = trained.iter().map(|leaf| leaf.zeros_like()).collect::<candle_core::Result<Vec<_>>>()?;
-            let upstream = groups.sorted(upstream)?.to_dtype(accumulation)?;
+            let upstream = groups.to_group_order(upstream)?.to_dtype(accumulation)?;
             let mut first = 0;
             groups.map(&spellings, |spellings| {
                 let rows = network::rows(&config, &leaves, spellings)?;
@@ -262,19 +263,21 @@ impl CharCnn {
 
 /// Entries in groups of similar length, each within the budget.
 struct SpellingGroups {
-    /// The entries from short to long.
+    /// The entries, from short to long spellings.
     order: Vec<u32>,
+    /// The number of entries of each group.
     sizes: Vec<usize>,
 }
 
 impl SpellingGroups {
-    fn new(config: &CharCnnConfig, spellings: &[Vec<u32>], bytes_of_number: usize) -> Self {
+    /// Sorts the entries, and begins a new group wherever the next entry would exceed the budget.
+    fn new(config: &CharCnnConfig, spellings: &[Vec<u32>], number_bytes: usize) -> Self {
         let mut order: Vec<u32> = (0..spellings.len() as u32).collect();
         order.sort_by_key(|&entry| spellings[entry as usize].len());
         let (mut sizes, mut size) = (Vec::new(), 0);
         for &entry in &order {
             let length = spellings[entry as usize].len();
-            let bytes = network::numbers_per_entry(config, length).saturating_mul(bytes_of_number);
+            let bytes = network::numbers_per_entry(config, length).saturating_mul(number_bytes);
             if size > 0 && bytes.saturating_mul(size + 1) > config.budget_bytes {
                 sizes.push(std::mem::take(&mut size));
             }
@@ -284,24 +287,24 @@ impl SpellingGroups {
         SpellingGroups { order, sizes }
     }
 
-    /// Returns what `f` makes of each group.
+    /// Calls `f` with the spellings of each group, and returns the results.
     fn map<T>(&self, spellings: &[Vec<u32>], mut f: impl FnMut(&[&[u32]]) -> Result<T>) -> Result<Vec<T>> {
-        let mut rest = &self.order[..];
+        let mut remaining = &self.order[..];
         let group = |&size: &usize| {
-            let (group, others) = rest.split_at(size);
-            rest = others;
+            let (group, later) = remaining.split_at(size);
+            remaining = later;
             f(&group.iter().map(|&entry| &spellings[entry as usize][..]).collect::<Vec<_>>())
         };
         self.sizes.iter().map(group).collect()
     }
 
     /// Brings rows from the order of the groups to the order of the entries.
-    fn in_order(&self, rows: &Tensor) -> Result<Tensor> {
+    fn to_entry_order(&self, rows: &Tensor) -> Result<Tensor> {
         Ok(rows.index_select(&Tensor::new(inverse(&self.order), rows.device())?, 0)?)
     }
 
     /// Brings rows from the order of the entries to the order of the groups.
-    fn sorted(&self, rows: &Tensor) -> Result<Tensor> {
+    fn to_group_order(&self, rows: &Tensor) -> Result<Tensor> {
         Ok(rows.contiguous()?.index_select(&Tensor::new(&self.order[..], rows.device())?, 0)?)
     }
 }

@@ -7,7 +7,7 @@ use candle_nn::{Init, VarBuilder};
 use super::config::CharCnnConfig;
 use super::spelling::padded;
 use crate::error::Result;
-use crate::tensors::initial_values::linear;
+use crate::tensors::initial_values::linear_init;
 
 /// The parameters' values, in this order: the embedding `[alphabet, e]`; each convolution's weight
 /// `[width * e, channels]` and bias `[channels]`; each highway layer's weight and bias of the value, then of the gate;
@@ -17,38 +17,38 @@ pub(super) type Parameters = Vec<Tensor>;
 /// Creates the variables of a network.
 pub(super) fn variables(config: &CharCnnConfig, alphabet: usize, vb: &VarBuilder) -> Result<Parameters> {
     let channels = config.channels();
-    let mut parameters = vec![vb.get_with_hints((alphabet, config.embedding), "embedding.weight", linear(1))?];
+    let mut parameters = vec![vb.get_with_hints((alphabet, config.embedding), "embedding.weight", linear_init(1))?];
     for &(width, channels) in &config.filters {
         let vb = vb.pp(format!("convolution.{width}"));
         let inputs = width * config.embedding;
-        parameters.push(vb.get_with_hints((inputs, channels), "weight", linear(inputs))?);
+        parameters.push(vb.get_with_hints((inputs, channels), "weight", linear_init(inputs))?);
         parameters.push(vb.get_with_hints(channels, "bias", Init::Const(0.0))?);
     }
     for layer in 0..config.highway {
         // At first the gates let most of the input through.
         for (part, bias) in [("value", 0.0), ("gate", -2.0)] {
             let vb = vb.pp(format!("highway.{layer}.{part}"));
-            parameters.push(vb.get_with_hints((channels, channels), "weight", linear(channels))?);
+            parameters.push(vb.get_with_hints((channels, channels), "weight", linear_init(channels))?);
             parameters.push(vb.get_with_hints(channels, "bias", Init::Const(bias))?);
         }
     }
     let vb = vb.pp("projection");
-    parameters.push(vb.get_with_hints((config.context_dim, channels), "weight", linear(channels))?);
+    parameters.push(vb.get_with_hints((config.context_dim, channels), "weight", linear_init(channels))?);
     parameters.push(vb.get_with_hints(config.context_dim, "bias", Init::Const(0.0))?);
     Ok(parameters)
 }
 
-/// How many numbers the intermediate results of one entry of `length` characters are, gradients included.
+/// Returns how many numbers the intermediate results of one entry of `length` characters have, gradients included.
 pub(super) fn numbers_per_entry(config: &CharCnnConfig, length: usize) -> usize {
     let length = length.max(widest(config));
     let window = |(width, channels): &(usize, usize)| width.saturating_mul(config.embedding).saturating_add(*channels);
     let windows = config.filters.iter().map(window).fold(config.embedding, usize::saturating_add);
     let maxima = (8 * config.highway + 6).saturating_mul(config.channels());
-    // Each value has a gradient, and zeros that candle adds it to.
+    // Each value has a gradient, and zeros to which candle adds it.
     length.saturating_mul(windows).saturating_add(maxima).saturating_mul(3)
 }
 
-/// The width of the widest convolution. Shorter spellings are padded to it.
+/// Returns the width of the widest convolution, to which shorter spellings are padded.
 fn widest(config: &CharCnnConfig) -> usize {
     config.filters.iter().map(|(width, _)| *width).max().unwrap_or(1)
 }
@@ -56,7 +56,7 @@ fn widest(config: &CharCnnConfig) -> usize {
 /// Computes the rows of some spellings, `[spellings, d]`.
 pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &[&[u32]]) -> Result<Tensor> {
     let mut parameters = parameters.iter();
-    // `variables` made as many parameters as are taken here.
+    // `variables` has made as many parameters as are taken here.
     let mut next = || parameters.next().ok_or_else(|| candle_core::Error::Msg("a parameter is missing".into()));
     let embedding = next()?;
     let (device, dtype) = (embedding.device(), embedding.dtype());
@@ -88,8 +88,8 @@ pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &
     Ok(x.matmul(&next()?.t()?)?.broadcast_add(next()?)?)
 }
 
-/// The maximum over the windows of this width that lie within each spelling, `[spellings, channels]`, of the products
-/// `[spellings, windows, channels]`.
+/// Computes the maximum of products `[spellings, windows, channels]` over the windows of this width that lie within
+/// each spelling: `[spellings, channels]`.
 fn max_over_windows(products: Tensor, spellings: &[&[u32]], width: usize) -> Result<Tensor> {
     let (count, windows, _) = products.dims3()?;
     if windows == 1 {

@@ -1,25 +1,28 @@
-//! Encodes spellings as numbers.
+//! Encodes spellings as numbers, the input of the network of a char-CNN.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Error, Result};
 
-/// The numbers of padding, and of the marks at both ends of a spelling.
+/// The number that stands for padding.
 const PADDING: u32 = 0;
+/// The number that stands for the mark before a spelling.
 const START: u32 = 1;
+/// The number that stands for the mark after a spelling.
 const END: u32 = 2;
 
-/// The characters that spellings may have.
+/// The characters that spellings may have, and their numbers.
 #[derive(Clone, Debug)]
 pub(super) struct Alphabet(BTreeMap<char, u32>);
 
 impl Alphabet {
+    /// Numbers these characters, each once.
     pub(super) fn new(characters: impl Iterator<Item = char>) -> Self {
         let characters: BTreeSet<char> = characters.collect();
         Alphabet(characters.into_iter().zip(END + 1..).collect())
     }
 
-    /// How many numbers there are: padding, both marks, and one for each character.
+    /// Returns how many numbers there are: padding, both marks, and one for each character.
     pub(super) fn size(&self) -> usize {
         self.0.len() + END as usize + 1
     }

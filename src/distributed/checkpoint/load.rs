@@ -11,16 +11,16 @@ use safetensors::Dtype;
 
 use super::index::{is_index, Index, RowsName};
 use crate::error::{Error, Result};
-use crate::tensors::tensor_file::{convertible, folder, tensor_bytes, tensor_of, TensorFile};
+use crate::tensors::tensor_file::{folder, readable_dtype, tensor_bytes, tensor_from_bytes, TensorFile};
 
-/// A checkpoint of safetensors files, of which a rank reads its own rows: a plain file, the files of an index in
-/// Hugging Face's form, or what [`save_sharded`](crate::distributed::save_sharded) has written, for any number of
-/// ranks. The rows of a tensor that several files hold are one tensor again. No method waits for other ranks.
+/// A checkpoint of safetensors files, from which each rank reads its own rows: a plain file, the files of an index in
+/// Hugging Face's form, or the files that [`save_sharded`](crate::distributed::save_sharded) has written, for any
+/// number of ranks. It joins rows that several files hold to one tensor. No method waits for other ranks.
 ///
 /// # Examples
 ///
-/// A rank's head, from its rows of a model of Hugging Face's, whose output layer is `lm_head.weight` without a bias. (What a
-/// head of this crate has saved, its constructor reads by the same `vb`: `SoftmaxHead::new(&config, vb)`.)
+/// A rank's head, from its rows of a model of Hugging Face, whose output layer is `lm_head.weight` without a bias. (The
+/// constructor of a head of this crate reads the head's own files by the same `vb`: `SoftmaxHead::new(&config, vb)`.)
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -61,33 +61,34 @@ use crate::tensors::tensor_file::{convertible, folder, tensor_bytes, tensor_of, 
 pub struct ShardedCheckpoint {
     path: PathBuf,
     files: Vec<TensorFile>,
-    tensors: BTreeMap<String, Stored>,
+    tensors: BTreeMap<String, StoredTensor>,
 }
 
-/// A tensor, and where its rows are.
+/// A tensor of a checkpoint, and the files that hold its rows.
 #[derive(Debug)]
-pub(super) struct Stored {
+pub(super) struct StoredTensor {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
-    /// In the order of the rows, without gaps.
+    /// The rows in the files, in ascending order without gaps.
     pieces: Vec<FileRows>,
 }
 
-/// Consecutive rows of a tensor in one file: all of them if the tensor is whole.
+/// Consecutive rows of a tensor in one file, which holds all rows if the tensor is whole.
 #[derive(Debug)]
 struct FileRows {
+    /// The index of the file.
     file: usize,
     rows: Range<usize>,
     info: TensorInfo,
 }
 
-impl Stored {
-    /// A scalar is one row.
+impl StoredTensor {
+    /// Returns the number of rows; a scalar is one row.
     pub(super) fn rows(&self) -> usize {
         self.shape.first().copied().unwrap_or(1)
     }
 
-    /// The first row that no piece has.
+    /// Returns the first row that no piece has.
     fn end(&self) -> usize {
         self.pieces.last().map_or(0, |piece| piece.rows.end)
     }
@@ -98,69 +99,69 @@ impl ShardedCheckpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if a file is missing or not what its header says (a pickle and a pointer of Git LFS are told by
-    /// their first bytes), the index names a tensor that its file
-    /// does not hold, or the rows of a tensor overlap, have a gap or differ in dtype or columns.
+    /// [`Error::Checkpoint`] if a file is missing or not what its header says (a pickle and a pointer of Git LFS are
+    /// recognized by their first bytes), the index names a tensor that its file does not hold, or the rows of a tensor
+    /// overlap, have a gap or differ in dtype or columns.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if is_index(path) {
-            return Self::of_index(path);
+            return Self::open_index(path);
         }
         let file = TensorFile::open(path)?;
         let named = file.header.offset_keys().into_iter().map(|name| (name, 0)).collect();
-        Self::of_files(path, vec![file], named)
+        Self::from_files(path, vec![file], named)
     }
 
-    /// Opens the files that an index of any name lists.
-    pub(super) fn of_index(path: &Path) -> Result<Self> {
+    /// Opens the files that an index lists, whatever the name of the index.
+    pub(super) fn open_index(path: &Path) -> Result<Self> {
         let index = Index::read(path)?;
-        let mut places = BTreeMap::new();
+        let mut file_indices = BTreeMap::new();
         let mut files = Vec::new();
         let mut named = Vec::with_capacity(index.files.len());
         for (name, file) in index.files {
-            let place = match places.entry(file) {
-                Entry::Occupied(place) => *place.get(),
+            let file_index = match file_indices.entry(file) {
+                Entry::Occupied(occupied) => *occupied.get(),
                 Entry::Vacant(vacant) => {
                     files.push(TensorFile::open(&folder(path).join(vacant.key()))?);
                     *vacant.insert(files.len() - 1)
                 }
             };
-            named.push((name, place));
+            named.push((name, file_index));
         }
-        Self::of_files(path, files, named)
+        Self::from_files(path, files, named)
     }
 
-    /// Joins the rows of tensors that files hold by these names.
-    fn of_files(path: &Path, files: Vec<TensorFile>, named: Vec<(String, usize)>) -> Result<Self> {
+    /// Joins the rows of tensors that files hold under these names; each name has the index of its file.
+    fn from_files(path: &Path, files: Vec<TensorFile>, named: Vec<(String, usize)>) -> Result<Self> {
         let mut pieces = Vec::with_capacity(named.len());
         for (name, file) in named {
             let info = files[file].info(&name)?;
             let all = info.shape.first().copied().unwrap_or(1);
-            let of_tensor = RowsName::parse(&name).filter(|_| !info.shape.is_empty());
-            let RowsName { tensor, rows, all } = of_tensor.unwrap_or(RowsName { tensor: name, rows: 0..all, all });
+            let rows_name = RowsName::parse(&name).filter(|_| !info.shape.is_empty());
+            let RowsName { tensor, rows, all } = rows_name.unwrap_or(RowsName { tensor: name, rows: 0..all, all });
             pieces.push((tensor, all, FileRows { file, rows, info: info.clone() }));
         }
-        pieces.sort_by(|(a, _, of_a), (b, _, of_b)| {
-            (a, of_a.rows.start, of_a.rows.end).cmp(&(b, of_b.rows.start, of_b.rows.end))
+        pieces.sort_by(|(tensor, _, piece), (other_tensor, _, other)| {
+            (tensor, piece.rows.start, piece.rows.end).cmp(&(other_tensor, other.rows.start, other.rows.end))
         });
-        let mut tensors: BTreeMap<String, Stored> = BTreeMap::new();
+        let mut tensors: BTreeMap<String, StoredTensor> = BTreeMap::new();
         for (name, all, FileRows { file, rows, info }) in pieces {
-            let place = &files[file].path;
+            let path = &files[file].path;
             let stored = tensors.entry(name.clone()).or_insert_with(|| {
                 let whole = info.shape.iter().enumerate().map(|(dim, &size)| if dim == 0 { all } else { size });
-                Stored { dtype: info.dtype, shape: whole.collect(), pieces: Vec::new() }
+                StoredTensor { dtype: info.dtype, shape: whole.collect(), pieces: Vec::new() }
             });
             let end = stored.end();
             if rows.start != end || rows.end < rows.start || all != stored.rows() {
                 let expected = format!("{name} from row {end} of {}", stored.rows());
-                return Err(Error::checkpoint(place, expected, format!("the rows {rows:?} of {all}")));
+                return Err(Error::checkpoint(path, expected, format!("the rows {rows:?} of {all}")));
             }
             let columns = stored.shape.get(1..);
-            let fits = info.shape.first().is_none_or(|&own| own == rows.len());
-            if !fits || info.shape.get(1..) != columns || info.dtype != stored.dtype {
+            let has_rows = info.shape.first().is_none_or(|&count| count == rows.len());
+            if !has_rows || info.shape.get(1..) != columns || info.dtype != stored.dtype {
                 let (columns, dtype) = (columns.unwrap_or_default(), stored.dtype);
                 let expected = format!("the rows {rows:?} of {name}, with columns {columns:?}, in {dtype}");
-                return Err(Error::checkpoint(place, expected, format!("{:?} in {}", info.shape, info.dtype)));
+                return Err(Error::checkpoint(path, expected, format!("{:?} in {}", info.shape, info.dtype)));
             }
             stored.pieces.push(FileRows { file, rows, info });
         }
@@ -173,12 +174,12 @@ impl ShardedCheckpoint {
         }
     }
 
-    /// The names of all tensors, in alphabetical order.
+    /// Returns the names of all tensors, in alphabetical order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The shape of a whole tensor.
+    /// Returns the shape of a whole tensor.
     ///
     /// # Errors
     ///
@@ -191,87 +192,97 @@ impl ShardedCheckpoint {
     ///
     /// # Shapes
     ///
-    /// - result: `[rows, ..]`, of a tensor `[vocab, ..]`: a decoder's weight `[vocab, columns]`, or its bias `[vocab]`
+    /// - returns `[rows, ..]` for a tensor `[vocab, ..]`, such as a decoder's weight `[vocab, columns]` or bias
+    ///   `[vocab]`
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if there is no such tensor, or it does not have such rows; if it cannot be read; if its
-    /// values are not floats and of another dtype, or of one that candle does not compute with.
+    /// [`Error::Checkpoint`] if there is no such tensor, or it does not have these rows; if it cannot be read; if its
+    /// dtype is another one and not both are floats, or candle does not compute with it.
     pub fn load_rows(&self, name: &str, rows: Range<usize>, dtype: DType, device: &Device) -> Result<Tensor> {
         let stored = self.stored(name)?;
-        let mut shape = stored.shape.clone();
-        let Some(first) = shape.first_mut() else {
+        let Some(&count) = stored.shape.first() else {
             return Err(Error::checkpoint(&self.path, format!("{name} with rows"), "a scalar"));
         };
-        if rows.start > rows.end || rows.end > *first {
+        if rows.start > rows.end || rows.end > count {
             return Err(Error::checkpoint(
                 &self.path,
-                format!("rows among the {first} of {name}"),
+                format!("rows among the {count} of {name}"),
                 format!("{rows:?}"),
             ));
         }
-        *first = rows.len();
-        self.tensor(name, stored, rows, &shape, dtype, device)
+        self.read_tensor(name, stored, rows, dtype, device)
     }
 
     /// Reads a whole tensor, such as one that all ranks have. The values are converted if they have another dtype.
     ///
     /// # Shapes
     ///
-    /// - result: as [`shape`](Self::shape) says
+    /// - returns the [`shape`](Self::shape) of the tensor
     ///
     /// # Errors
     ///
-    /// As for [`load_rows`](Self::load_rows).
+    /// The errors of [`load_rows`](Self::load_rows).
     pub fn load(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let stored = self.stored(name)?;
-        self.tensor(name, stored, 0..stored.rows(), &stored.shape, dtype, device)
+        self.read_tensor(name, stored, 0..stored.rows(), dtype, device)
     }
 
-    /// All tensors, by name.
-    pub(super) fn tensors(&self) -> &BTreeMap<String, Stored> {
+    /// Returns all tensors, by name.
+    pub(super) fn tensors(&self) -> &BTreeMap<String, StoredTensor> {
         &self.tensors
     }
 
-    /// Hands over the bytes of some rows of a tensor, block by block.
-    pub(super) fn read(
+    /// Reads the bytes of some rows of a tensor, and hands them to `take` block by block.
+    pub(super) fn read_blocks(
         &self,
-        stored: &Stored,
+        stored: &StoredTensor,
         rows: Range<usize>,
         mut take: impl FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
-        for FileRows { file, rows: own, info } in &stored.pieces {
-            let (start, end) = (rows.start.max(own.start), rows.end.min(own.end));
+        for FileRows { file, rows: file_rows, info } in &stored.pieces {
+            let (start, end) = (rows.start.max(file_rows.start), rows.end.min(file_rows.end));
             if start < end {
                 let bytes = info.data_offsets.1 - info.data_offsets.0;
-                // All bytes of a dtype whose rows are not whole bytes, of which only a merge reads, and all rows.
-                let up_to = |row: usize| if row == own.end { bytes } else { bytes / own.len() * (row - own.start) };
-                self.files[*file].read(info, up_to(start)..up_to(end), &mut take)?;
+                // If the rows of a dtype are not whole bytes, only a merge reads them, which reads all rows.
+                let byte_of = |row: usize| {
+                    if row == file_rows.end {
+                        bytes
+                    } else {
+                        bytes / file_rows.len() * (row - file_rows.start)
+                    }
+                };
+                self.files[*file].read_blocks(info, byte_of(start)..byte_of(end), &mut take)?;
             }
         }
         Ok(())
     }
 
-    fn tensor(
+    /// Reads some rows of a tensor in this dtype.
+    fn read_tensor(
         &self,
         name: &str,
-        stored: &Stored,
+        stored: &StoredTensor,
         rows: Range<usize>,
-        shape: &[usize],
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
-        let other = || Error::checkpoint(&self.path, format!("{name} in {}", dtype.as_str()), stored.dtype);
-        convertible(stored.dtype, dtype).ok_or_else(other)?;
-        let mut bytes = Vec::with_capacity(tensor_bytes(stored.dtype, shape).ok_or_else(other)?);
-        self.read(stored, rows, |block| {
+        let unreadable = || Error::checkpoint(&self.path, format!("{name} in {}", dtype.as_str()), stored.dtype);
+        readable_dtype(stored.dtype, dtype).ok_or_else(unreadable)?;
+        let mut shape = stored.shape.clone();
+        if let Some(count) = shape.first_mut() {
+            *count = rows.len();
+        }
+        let mut bytes = Vec::with_capacity(tensor_bytes(stored.dtype, &shape).ok_or_else(unreadable)?);
+        self.read_blocks(stored, rows, |block| {
             bytes.extend_from_slice(block);
             Ok(())
         })?;
-        tensor_of(bytes, (stored.dtype, shape), dtype, device)?.ok_or_else(other)
+        tensor_from_bytes(bytes, stored.dtype, &shape, dtype, device)?.ok_or_else(unreadable)
     }
 
-    fn stored(&self, name: &str) -> Result<&Stored> {
+    /// Returns the tensor of this name.
+    fn stored(&self, name: &str) -> Result<&StoredTensor> {
         self.tensors.get(name).ok_or_else(|| Error::checkpoint(&self.path, format!("a tensor {name}"), "none"))
     }
 }

@@ -5,15 +5,15 @@ use std::path::Path;
 
 use super::load::ShardedCheckpoint;
 use crate::error::Result;
-use crate::tensors::tensor_file::{unwritten, TensorEntry, Unplaced};
+use crate::tensors::tensor_file::{write_error, PendingFile, TensorEntry};
 
 impl ShardedCheckpoint {
-    /// Writes all tensors to one `.safetensors` file, whole and under their own names. The bytes are copied block by
-    /// block, so that no tensor is in memory. A file with this name is replaced once the new one is complete.
+    /// Writes all tensors to one `.safetensors` file, whole and under their own names. It copies block by block, so
+    /// that no tensor is in memory. The new file replaces an older one once it is complete.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the checkpoint cannot be read, or the file not written.
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the checkpoint cannot be read, or the file cannot be written.
     ///
     /// # Examples
     ///
@@ -33,9 +33,10 @@ impl ShardedCheckpoint {
             shape: stored.shape.clone(),
             values: stored,
         });
-        let written = Unplaced::write_tensors(path, tensors.collect(), |&stored, writer| {
-            self.read(stored, 0..stored.rows(), |block| writer.write_all(block).map_err(|error| unwritten(path, error)))
+        let pending = PendingFile::write_tensors(path, tensors.collect(), |&stored, writer| {
+            let write_block = |block: &[u8]| writer.write_all(block).map_err(|error| write_error(path, error));
+            self.read_blocks(stored, 0..stored.rows(), write_block)
         })?;
-        written.place()
+        pending.put_in_place()
     }
 }

@@ -1,4 +1,4 @@
-//! A rank's tensors of a checkpoint for candle's constructors of layers.
+//! Hands a rank's tensors of a checkpoint to candle's constructors of layers.
 
 use std::ops::Range;
 
@@ -10,8 +10,9 @@ use super::load::ShardedCheckpoint;
 use crate::backend::shard::VocabShard;
 
 impl ShardedCheckpoint {
-    /// A builder for a rank's layers. A tensor that is asked for with as many rows as the shard has, and is stored with
-    /// one for each id of the vocabulary, is the shard's rows, and no other bytes of it are read; any other tensor is whole.
+    /// Returns a builder for a rank's layers. If a layer asks for a tensor with as many rows as the shard has, and the
+    /// tensor is stored with one row for each id of the vocabulary, the layer gets the shard's rows, and no other bytes
+    /// are read. It gets any other tensor whole.
     ///
     /// # Examples
     ///
@@ -37,25 +38,25 @@ impl ShardedCheckpoint {
     /// }
     /// ```
     pub fn var_builder(&self, shard: &VocabShard, dtype: DType, device: &Device) -> VarBuilder<'_> {
-        let of_rank = OfRank { checkpoint: self, rows: shard.range(), vocab_size: shard.vocab_size() };
-        VarBuilder::from_backend(Box::new(of_rank), dtype, device.clone())
+        let view = ShardView { checkpoint: self, rows: shard.range(), vocab_size: shard.vocab_size() };
+        VarBuilder::from_backend(Box::new(view), dtype, device.clone())
     }
 }
 
-/// A checkpoint, as a rank with these rows sees it.
-struct OfRank<'a> {
+/// A checkpoint as the rank of a shard sees it.
+struct ShardView<'a> {
     checkpoint: &'a ShardedCheckpoint,
     rows: Range<usize>,
     vocab_size: usize,
 }
 
-impl SimpleBackend for OfRank<'_> {
+impl SimpleBackend for ShardView<'_> {
     fn get(&self, expected: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
         let whole = self.checkpoint.shape(name)?;
         let tensor = match (whole, expected.dims()) {
-            (whole, asked) if whole == asked => self.checkpoint.load(name, dtype, device),
-            ([all, columns @ ..], [rows, asked @ ..])
-                if (*all, *rows) == (self.vocab_size, self.rows.len()) && columns == asked =>
+            (whole, requested) if whole == requested => self.checkpoint.load(name, dtype, device),
+            ([all, columns @ ..], [rows, requested @ ..])
+                if (*all, *rows) == (self.vocab_size, self.rows.len()) && columns == requested =>
             {
                 self.checkpoint.load_rows(name, self.rows.clone(), dtype, device)
             }

@@ -1,4 +1,4 @@
-//! The thread that calls MPI, as other threads see it.
+//! The thread that calls MPI: it starts MPI, runs the operations that other threads send to it, and ends MPI.
 
 use std::fmt;
 use std::sync::mpsc::{channel, Receiver, RecvTimeoutError, Sender};
@@ -6,42 +6,43 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use super::communicators::{print, Announcement, Communicators, Members};
-use super::operations::Together;
+use super::communicators::{print_error, Announcement, Communicators, Members};
+use super::operations::ReadyRanks;
 use super::state::State;
 use crate::error::{Error, Result};
 
-/// MPI, which serves one operation at a time, in a thread of its own: it needs no more of MPI than that one thread calls
-/// it, and other threads can give up an operation that does not return.
+/// The handle of the thread that calls MPI, which runs one operation at a time. MPI needs no support for several
+/// threads then, and other threads can give up an operation that does not return.
 pub(super) struct Engine {
     /// `None` once MPI ends.
     operations: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     state: Arc<State>,
+    /// How long ranks wait for each other.
     limit: Duration,
     /// The ranks of the whole program.
     world: Members,
 }
 
-/// What the thread runs.
+/// An operation that the thread runs.
 type Job = Box<dyn FnOnce(&mut Communicators) + Send>;
 
-/// How often a thread that waits for MPI looks whether it is stuck.
-const LOOK: Duration = Duration::from_millis(500);
+/// The time after which a thread that waits for MPI checks again whether MPI is stuck.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Engine {
-    /// Starts MPI; returns the ranks of the whole program too.
+    /// Starts MPI, and returns the ranks of the whole program too.
     pub(super) fn start(limit: Duration) -> Result<(Self, Members)> {
         let (operations, calls) = channel::<Job>();
         let (started, is_started) = channel();
         let state = Arc::new(State::new());
-        let of_thread = state.clone();
+        let thread_state = state.clone();
         let serve = move || {
-            let mut communicators = match Communicators::start(limit, of_thread) {
+            let mut communicators = match Communicators::start(limit, thread_state) {
                 Ok(communicators) => communicators,
                 Err(error) => return drop(started.send(Err(error))),
             };
-            // Whoever starts MPI waits for this.
+            // The thread that starts MPI waits for this.
             let _ = started.send(Ok(communicators.world()));
             for call in calls {
                 call(&mut communicators);
@@ -49,23 +50,23 @@ impl Engine {
             communicators.end();
         };
         let thread = thread::Builder::new().name("mpi".into()).spawn(serve).map_err(candle_core::Error::wrap)?;
-        let world = is_started.recv().map_err(|_| ended())??;
+        let world = is_started.recv().map_err(|_| ended_error())??;
         let engine = Engine { operations: Some(operations), thread: Some(thread), state, limit, world: world.clone() };
         Ok((engine, world))
     }
 
-    /// The result of an operation of all of these ranks.
+    /// Runs an operation that all of these ranks run together, and returns its result.
     pub(super) fn call<T: Send + 'static>(
         &self,
         members: &Members,
         announcement: Announcement,
-        operation: impl FnOnce(&mut Together) -> T + Send + 'static,
+        operation: impl FnOnce(&mut ReadyRanks) -> T + Send + 'static,
     ) -> Result<T> {
         let group = members.group;
-        self.run(move |communicators| communicators.together(group, announcement, operation))
+        self.run(move |communicators| communicators.run_together(group, announcement, operation))
     }
 
-    /// Those of these ranks that call with the same color.
+    /// Returns those of these ranks that call with the same color.
     pub(super) fn split(&self, members: &Members, color: i32) -> Result<Members> {
         let group = members.group;
         self.run(move |communicators| communicators.split(group, color))
@@ -76,34 +77,36 @@ impl Engine {
         self.state.fail();
     }
 
+    /// Runs a call in the thread that calls MPI, and waits for the result.
     fn run<T: Send + 'static>(&self, call: impl FnOnce(&mut Communicators) -> Result<T> + Send + 'static) -> Result<T> {
         let (answer, answers) = channel();
-        // Whoever calls waits for the answer, unless MPI is stuck.
+        // The caller waits for the answer, unless MPI is stuck.
         let call: Job = Box::new(move |communicators| drop(answer.send(call(communicators))));
-        let operations = self.operations.as_ref().ok_or_else(ended)?;
-        operations.send(call).map_err(|_| ended())?;
+        let operations = self.operations.as_ref().ok_or_else(ended_error)?;
+        operations.send(call).map_err(|_| ended_error())?;
         self.wait(&answers)?
     }
 
-    /// The error of an operation from which MPI does not return: any other rank may hang.
-    fn stuck(&self) -> Error {
+    /// Makes the error of an operation from which MPI does not return. It names all other ranks, since any may hang.
+    fn stuck_error(&self) -> Error {
         Error::Timeout { ranks: self.world.other_ranks(), limit: self.limit }
     }
 
     /// Waits for the thread's answer, as long as MPI is not stuck.
     fn wait<T>(&self, answers: &Receiver<T>) -> Result<T> {
         loop {
-            match answers.recv_timeout(LOOK) {
+            match answers.recv_timeout(CHECK_INTERVAL) {
                 Ok(answer) => return Ok(answer),
-                Err(RecvTimeoutError::Disconnected) => return Err(ended()),
-                Err(RecvTimeoutError::Timeout) if self.state.is_stuck(self.limit) => return Err(self.stuck()),
+                Err(RecvTimeoutError::Disconnected) => return Err(ended_error()),
+                Err(RecvTimeoutError::Timeout) if self.state.is_stuck(self.limit) => return Err(self.stuck_error()),
                 Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }
 }
 
-fn ended() -> Error {
+/// Makes the error of an operation after the thread that calls MPI has ended.
+fn ended_error() -> Error {
     candle_core::Error::Msg("the thread that calls MPI has ended".into()).into()
 }
 
@@ -113,20 +116,20 @@ impl fmt::Debug for Engine {
     }
 }
 
-/// Ends when all ranks do.
+/// Dropping the engine waits until all ranks of the program end.
 impl Drop for Engine {
     fn drop(&mut self) {
         self.operations = None;
         let Some(thread) = self.thread.take() else { return };
         while !thread.is_finished() {
             if self.state.is_stuck(self.limit) {
-                print(&self.world, &self.stuck());
+                print_error(&self.world, &self.stuck_error());
                 // The thread is inside MPI, which could hold up an orderly exit. mpirun ends the other processes.
                 std::process::abort();
             }
             thread::sleep(Duration::from_millis(1));
         }
-        // Its panic has been printed.
+        // If the thread has panicked, the panic has been printed.
         let _ = thread.join();
     }
 }

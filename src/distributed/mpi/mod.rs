@@ -1,4 +1,6 @@
-//! The ranks of an MPI program.
+//! The engine over MPI: the ranks of a program that `mpirun` has started. [`engine`] has the thread that calls MPI,
+//! [`communicators`] how ranks wait for each other, [`operations`] what they then do, and [`state`] finds out that MPI
+//! hangs.
 
 mod communicators;
 mod engine;
@@ -16,11 +18,11 @@ use communicators::{Announcement, Members};
 use engine::Engine;
 use operations::{MpiNumber, Operation};
 
-/// The ranks of a program that `mpirun` has started, or some of them ([`Mpi::split`]).
+/// A rank of a program that `mpirun` has started, among all of its ranks or some of them ([`Mpi::split`]).
 ///
-/// A thread of its own calls MPI. Before each operation the ranks wait for each other, and compare which one it is and how
-/// many numbers it has: if these differ, or a rank has ended, each gets [`Error::Ranks`]. If a rank does not come in time,
-/// the others get [`Error::Timeout`], which names it.
+/// A thread of its own calls MPI. Before each operation the ranks wait for each other, and compare which one it is and
+/// how many numbers it has: if these differ, or a rank has ended, each gets [`Error::Ranks`]. If a rank does not come
+/// in time, the others get [`Error::Timeout`], which names it.
 ///
 /// When the last handle is dropped, the rank waits until the others end too. After a timeout, or if the thread that drops a
 /// handle panics, the rank prints the error and ends the whole program instead. A program should print an error of its own
@@ -44,7 +46,7 @@ pub struct Mpi {
     engine: Arc<Engine>,
 }
 
-/// How long ranks wait for each other.
+/// How long ranks wait for each other by default.
 const TIME_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 impl Mpi {
@@ -52,25 +54,26 @@ impl Mpi {
     ///
     /// # Errors
     ///
-    /// If MPI has been started before, or allows no other thread than the first; if the system starts no thread.
+    /// If MPI has been started before, or allows no thread but the first to call it; if the system starts no thread.
     pub fn new() -> Result<Self> {
         Mpi::with_time_limit(TIME_LIMIT)
     }
 
-    /// As [`Mpi::new`]; ranks wait this long for each other. It should be above what the slowest rank computes or saves
-    /// between two operations, and from the last one to its end. MPI has as long to move a million numbers.
+    /// Starts MPI as [`Mpi::new`] does; ranks wait this long for each other. The limit should be longer than the
+    /// slowest rank computes or saves between two operations, or after its last one. It is also the limit for MPI to
+    /// move a million numbers.
     ///
     /// # Errors
     ///
-    /// As for [`Mpi::new`].
+    /// The errors of [`Mpi::new`].
     pub fn with_time_limit(limit: Duration) -> Result<Self> {
         let (engine, members) = Engine::start(limit)?;
         Ok(Mpi { members, engine: Arc::new(engine) })
     }
 
-    /// The ranks that call this with the same `group`, in their order; all ranks call it. The groups last as long as the
-    /// program. Ranks call the operations of all their groups in the same order: one waits until it is over before the next.
-    /// In a grid of ranks that share a vocabulary and of ranks with texts of their own, each is a split of the same ranks,
+    /// Joins the ranks that call this with the same `group`, in their order; all ranks call it. The groups last as long
+    /// as the program. Ranks call the operations of all their groups in the same order, one after the other. In a grid,
+    /// the ranks that share a vocabulary and the ranks that have texts of their own are two splits of the same ranks,
     /// whose number is a multiple of the shards:
     ///
     /// ```no_run
@@ -98,7 +101,7 @@ impl Mpi {
         Ok(Mpi { members, engine: self.engine.clone() })
     }
 
-    /// The sums of numbers over all ranks.
+    /// Computes the sums of numbers over all ranks.
     fn sums<T: MpiNumber>(&self, mut numbers: Vec<T>) -> Result<Vec<T>> {
         self.engine.call(&self.members, Announcement::new(T::SUM, numbers.len()), move |ranks| {
             ranks.add_up(&mut numbers);
@@ -106,8 +109,8 @@ impl Mpi {
         })
     }
 
-    /// The numbers of the rank `root`.
-    fn sent<T: MpiNumber>(&self, mut numbers: Vec<T>, root: usize) -> Result<Vec<T>> {
+    /// Returns the numbers of the rank `root`.
+    fn received<T: MpiNumber>(&self, mut numbers: Vec<T>, root: usize) -> Result<Vec<T>> {
         let announcement = Announcement::new(T::BROADCAST, numbers.len()).with_root(root);
         self.engine.call(&self.members, announcement, move |ranks| {
             ranks.broadcast(&mut numbers, root);
@@ -116,7 +119,7 @@ impl Mpi {
     }
 }
 
-/// A rank that panics, perhaps inside a call of all, ends the program.
+/// A rank that panics, perhaps in a call that all ranks make, ends the program.
 impl Drop for Mpi {
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -161,8 +164,8 @@ impl Collectives for Mpi {
     fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()> {
         check_rank("root", root, self.ranks())?;
         match numbers {
-            Numbers::F32(numbers) => numbers.copy_from_slice(&self.sent(numbers.to_vec(), root)?),
-            Numbers::F64(numbers) => numbers.copy_from_slice(&self.sent(numbers.to_vec(), root)?),
+            Numbers::F32(numbers) => numbers.copy_from_slice(&self.received(numbers.to_vec(), root)?),
+            Numbers::F64(numbers) => numbers.copy_from_slice(&self.received(numbers.to_vec(), root)?),
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! The operations of MPI, once all ranks have come to one.
+//! The operations of MPI, which run once all ranks have come to the same one.
 
 use mpi::collective::SystemOperation;
 use mpi::topology::SimpleCommunicator;
@@ -6,10 +6,10 @@ use mpi::traits::{Communicator, CommunicatorCollectives, Equivalence, Root};
 
 use super::state::State;
 
-/// What a rank does next.
+/// An operation, as a rank announces it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Operation {
-    /// Nothing more.
+    /// The rank makes no more operations.
     End,
     SumF32,
     SumF64,
@@ -24,10 +24,11 @@ pub(super) trait MpiNumber: Equivalence + Copy + Default + Send + 'static {
     const SUM: Operation;
     const BROADCAST: Operation;
 
+    /// Returns the buffer of this type.
     fn buffer(buffers: &mut SendBuffers) -> &mut Vec<Self>;
 }
 
-/// What an operation sends, kept for the next one.
+/// Copies of the numbers that an operation sends; the memory is reused by the next one.
 #[derive(Default)]
 pub(super) struct SendBuffers(Vec<f32>, Vec<f64>);
 
@@ -49,45 +50,45 @@ impl MpiNumber for f64 {
     }
 }
 
-/// Numbers that MPI is given at most at a time: it counts them in 32 bits, and what is sent is copied.
-const MOST: usize = 1 << 20;
+/// The largest number of numbers that MPI is given at a time, since it counts in 32 bits, and sent numbers are copied.
+const MAX_COUNT: usize = 1 << 20;
 
-/// The ranks, all of which have come.
-pub(super) struct Together<'a> {
+/// The ranks of a communicator, once all of them have come to an operation.
+pub(super) struct ReadyRanks<'a> {
     pub(super) ranks: &'a SimpleCommunicator,
     pub(super) state: &'a State,
     pub(super) buffers: &'a mut SendBuffers,
 }
 
-impl Together<'_> {
+impl ReadyRanks<'_> {
     /// Replaces numbers by their sums over all ranks.
     pub(super) fn add_up<T: MpiNumber>(&mut self, numbers: &mut [T]) {
         let sent = T::buffer(self.buffers);
-        for sum in numbers.chunks_mut(MOST) {
+        for sum in numbers.chunks_mut(MAX_COUNT) {
             sent.clear();
             sent.extend_from_slice(sum);
-            self.state.inside(|| self.ranks.all_reduce_into(&sent[..], sum, SystemOperation::sum()));
+            self.state.watch(|| self.ranks.all_reduce_into(&sent[..], sum, SystemOperation::sum()));
         }
     }
 
-    /// Replaces numbers by a rank's.
+    /// Replaces numbers by those of the rank `root`.
     pub(super) fn broadcast<T: MpiNumber>(&mut self, numbers: &mut [T], root: usize) {
         let root = self.ranks.process_at_rank(root as i32);
-        for sent in numbers.chunks_mut(MOST) {
-            self.state.inside(|| root.broadcast_into(sent));
+        for sent in numbers.chunks_mut(MAX_COUNT) {
+            self.state.watch(|| root.broadcast_into(sent));
         }
     }
 
-    /// The numbers of all ranks, one rank after the other.
+    /// Returns the numbers of all ranks, one rank after the other.
     pub(super) fn gather(&mut self, numbers: &[f64]) -> Vec<f64> {
         let ranks = self.ranks.size() as usize;
         let mut all = vec![0.0; numbers.len() * ranks];
         let mut received = Vec::new();
-        for (piece, sent) in numbers.chunks(MOST).enumerate() {
+        for (piece, sent) in numbers.chunks(MAX_COUNT).enumerate() {
             received.resize(sent.len() * ranks, 0.0);
-            self.state.inside(|| self.ranks.all_gather_into(sent, &mut received[..]));
+            self.state.watch(|| self.ranks.all_gather_into(sent, &mut received[..]));
             for (to, from) in all.chunks_exact_mut(numbers.len()).zip(received.chunks_exact(sent.len())) {
-                to[piece * MOST..][..from.len()].copy_from_slice(from);
+                to[piece * MAX_COUNT..][..from.len()].copy_from_slice(from);
             }
         }
         all

@@ -13,7 +13,7 @@ use crate::backend::operands::{accumulation_dtype, NeedsGrad};
 use crate::backend::task::Task;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
-use crate::tensors::checks::check_log_probs;
+use crate::tensors::checks::check_log_prob_tensor;
 
 #[derive(Clone)]
 pub(super) enum FullTeacher {
@@ -36,7 +36,7 @@ impl FullTeacher {
             FullTeacher::LogProbs { rows, dtype, counted } => {
                 let rows = counted.rows_of(rows, positions)?;
                 let position = |row: usize| counted.positions[positions.start + row] as usize;
-                check_log_probs("log_probs of the teacher", &rows, rows.dtype(), position)?;
+                check_log_prob_tensor("log_probs of the teacher", &rows, rows.dtype(), position)?;
                 Ok(rows.to_dtype(*dtype)?.contiguous()?)
             }
         }

@@ -13,7 +13,7 @@ use crate::backend::divergence::{log_add, terms_of, weighted, Divergence};
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::scores::ScoreOptions;
-use crate::tensors::checks::{check_float, check_sizes, check_targets, most_log_prob, LOG_PROBS};
+use crate::tensors::checks::{check_float, check_sizes, check_targets, max_log_prob, LOG_PROBS};
 use crate::tensors::transfer;
 
 /// The least probability of the ids that are missing, with [`MissingIds::Tail`].
@@ -61,7 +61,7 @@ impl Lists {
         let n = token_ids.dim(1)?;
         let on_host =
             |tensor: &Tensor, dtype| counted.rows(tensor)?.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(dtype);
-        let most = most_log_prob(log_probs.dtype());
+        let most = max_log_prob(log_probs.dtype());
         let (mut token_ids, mut log_probs): (Vec<i64>, Vec<f64>) =
             (on_host(token_ids, DType::I64)?.to_vec1()?, on_host(log_probs, DType::F64)?.to_vec1()?);
         let mut is_known = vec![0.0; token_ids.len()];
@@ -155,7 +155,7 @@ impl ListTeacher {
         let lists = Lists::new(&token_ids, &log_probs, counted, vocab)?;
 
         let (positions, shape) = (counted.positions.len(), [counted.positions.len(), n]);
-        let numbers = |values: Vec<f64>, shape: &[usize]| transfer::rounded(values, shape, dtype, device);
+        let numbers = |values: Vec<f64>, shape: &[usize]| transfer::to_device_as(values, shape, dtype, device);
         let are_unknown: Vec<f64> = lists
             .is_known
             .chunks_exact(n)

@@ -72,7 +72,7 @@ impl Counted {
     /// The rows of these positions, of a tensor with a row for each position; differentiable.
     pub(super) fn rows(&self, of_all: &Tensor) -> Result<Tensor> {
         match &self.indices {
-            Some(indices) => transfer::rows(of_all, indices),
+            Some(indices) => transfer::select_rows(of_all, indices),
             None => Ok(of_all.clone()),
         }
     }

@@ -52,7 +52,7 @@ impl ClusterLoss {
 impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
     /// Reads the targets, to sort the positions.
     pub(super) fn loss_of(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
-        request.require(self.name, &[])?;
+        request.check_support(self.name, &[])?;
         let (leading, options) = (leading(hidden)?, request.options);
         let ids = request.read_ids(self.vocab_size)?;
         let device = hidden.device();
@@ -106,10 +106,10 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
                 if is_reduced { (part.value + clusters.value)? } else { (part.value + unsorted(&clusters.value)?)? };
         }
         if is_reduced {
-            let loss = request.loss_of_nll(&part.nll)?;
-            Ok(Loss { value: part.value, parts: part.leaves, spared: self.spared(&groups), ..loss })
+            let loss = request.loss_from_nll(&part.nll)?;
+            Ok(Loss { value: part.value, other_decoders: part.leaves, spared: self.spared(&groups), ..loss })
         } else {
-            Ok(Loss { spared: self.spared(&groups), ..request.loss_of_nll(&part.value)? })
+            Ok(Loss { spared: self.spared(&groups), ..request.loss_from_nll(&part.value)? })
         }
     }
 

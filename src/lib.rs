@@ -133,7 +133,7 @@
 //! |---|---|
 //! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
 //! | `serde` | `Serialize` and `Deserialize` for configurations |
-//! | `distributed` | heads whose vocabulary is cut among ranks, ranks with texts of their own, and checkpoints of both, in [`distributed`] |
+//! | `distributed` | heads whose vocabulary is cut among ranks, with their checkpoints, and ranks with texts of their own, in [`distributed`] |
 //! | `mpi` | `distributed`, and its engine over MPI |
 //! | `nccl` | `distributed`, and its engine over NCCL, for ranks with an NVIDIA GPU each; run on an emulated driver, not yet on a GPU |
 //! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); run on an emulated driver, not yet on a GPU |

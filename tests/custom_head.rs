@@ -12,7 +12,7 @@ use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::reference::truth;
 use common::{exact, on_each_device};
-use mos_head::decode::{BeamSearch, Sampler, Sampling, TopK};
+use mos_head::decode::{BeamSearch, Hypothesis, Sampler, Sampling, TopK};
 use mos_head::{
     ContextActivation, DropoutMasks, Error, Loss, LossOptions, MixtureLayer, OptionName, OutputLayer, Reduction,
     Result, SoftmaxHead,
@@ -188,7 +188,7 @@ on_each_device! {
             TopK::from_log_probs(&head.log_probs(&step(tokens, parents)?)?, k)
         })?;
         for ((mine, theirs), without) in mine.iter().zip(&theirs).zip(&without) {
-            let tokens = |found: &Vec<mos_head::decode::Hypothesis>| found.iter().map(|h| h.token_ids.clone()).collect::<Vec<_>>();
+            let tokens = |found: &Vec<Hypothesis>| found.iter().map(|h| h.token_ids.clone()).collect::<Vec<_>>();
             assert_eq!(tokens(mine), tokens(theirs));
             assert_eq!(mine, without);
         }

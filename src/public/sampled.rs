@@ -5,8 +5,8 @@
 //!
 //! | option | |
 //! |---|---|
-//! | [`with_sampled_softmax`](crate::LossOptions::with_sampled_softmax) | a softmax over target and negatives, corrected by their probabilities; for heads of one softmax and mixtures |
-//! | [`with_nce`](crate::LossOptions::with_nce) | noise-contrastive estimation, for heads of one softmax |
+//! | [`with_sampled_softmax`](crate::LossOptions::with_sampled_softmax) | a softmax over target and negatives, corrected by their probabilities, for every head that is one mixture |
+//! | [`with_nce`](crate::LossOptions::with_nce) | noise-contrastive estimation, for a head of one softmax |
 //! | [`with_decoder_rows`](crate::LossOptions::with_decoder_rows) | returns the gradient of the rows of the sample ([`DecoderRows`]), in place of the whole decoder's |
 //!
 //! [`SampledLoss`] is the loss that the options hold, [`LossOptions::sampled`](crate::LossOptions::sampled). Evaluate

@@ -21,8 +21,8 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::top_k`]; [`Error::EmptySet`] if a set is empty and an empty set does not allow all ids, and
-    /// [`Error::Impossible`] if all ids of a set have probability zero.
+    /// The errors are those of [`Mixture::top_k`]; [`Error::EmptySet`] if a set is empty and an empty set does not
+    /// allow all ids, and [`Error::Impossible`] if all ids of a set have probability zero.
     pub fn top_k(&self, k: usize) -> Result<TopK> {
         TopK::check_k(k, self.mixture.operands().sizes.vocab)?;
         let choices = self.choices()?;
@@ -42,7 +42,7 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`RestrictedMixture::top_k`].
+    /// The errors are those of [`RestrictedMixture::top_k`].
     pub fn argmax(&self) -> Result<Tensor> {
         Ok(self.top_k(1)?.token_ids.squeeze(D::Minus1)?)
     }
@@ -56,7 +56,7 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`RestrictedMixture::top_k`]. Ancestral sampling of a mixture of several softmaxes is
+    /// The errors are those of [`RestrictedMixture::top_k`]. Ancestral sampling of a mixture of several softmaxes is
     /// [`Error::Unsupported`]: the restricted distribution does not have its priors.
     pub fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
         if sampler.sampling().ancestral && self.mixture.operands().sizes.components > 1 {

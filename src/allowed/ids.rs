@@ -120,7 +120,7 @@ impl AllowedIds {
         AllowedIds { empty_as_full, ..self }
     }
 
-    /// Whether all positions have the same set, whatever their targets.
+    /// Whether all positions have the same set, and no target may be added to it.
     pub(super) fn are_shared(&self) -> bool {
         matches!(self.sets, Sets::Shared { .. }) && !self.targets_added
     }

@@ -67,7 +67,7 @@ impl<H: MixtureLayer> Restricted<H> {
     ///
     /// # Errors
     ///
-    /// As for [`MixtureLayer::mixture`] and [`Mixture::restricted`](crate::Mixture::restricted).
+    /// The errors are those of [`MixtureLayer::mixture`] and [`Mixture::restricted`](crate::Mixture::restricted).
     pub fn mixture(&self, hidden: &Tensor) -> Result<RestrictedMixture> {
         self.head.mixture(hidden, DropoutMasks::Off)?.restricted(&self.allowed)
     }

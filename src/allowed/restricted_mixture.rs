@@ -82,8 +82,8 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::loss`]; [`Error::NotAllowed`](crate::Error::NotAllowed) if a target is not in its set,
-    /// [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty, unless an empty set allows all ids
+    /// The errors are those of [`Mixture::loss`]; [`Error::NotAllowed`](crate::Error::NotAllowed) if a target is not in
+    /// its set, [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty, unless an empty set allows all ids
     /// ([`AllowedIds::with_empty_as_full`]) or the target is ignored. [`Error::Unsupported`](crate::Error::Unsupported)
     /// for sampled losses, and for label smoothing and the z-loss except as above.
     ///
@@ -160,8 +160,8 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::log_probs`]; [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty and an empty set
-    /// does not allow all ids.
+    /// The errors are those of [`Mixture::log_probs`]; [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty
+    /// and an empty set does not allow all ids.
     pub fn log_probs(&self) -> Result<Tensor> {
         self.log_probs_as(self.mixture.operands().contexts.dtype())
     }
@@ -174,7 +174,7 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`RestrictedMixture::log_probs`] and [`Mixture::log_probs_as`].
+    /// The errors are those of [`RestrictedMixture::log_probs`] and [`Mixture::log_probs_as`].
     pub fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let shape = [self.mixture.leading(), &[vocab]].concat();
@@ -204,7 +204,8 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for the targets of [`RestrictedMixture::loss`], or if an option is out of range.
+    /// The errors of the ids are those of the targets of [`RestrictedMixture::loss`]. It is an error too if an option
+    /// is out of range.
     pub fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         options.validate()?;
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
@@ -241,7 +242,7 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`RestrictedMixture::score`].
+    /// The errors are those of [`RestrictedMixture::score`].
     pub fn log_prob(&self, token_ids: &Tensor) -> Result<Tensor> {
         Ok(self.score(token_ids, &ScoreOptions::new())?.log_prob)
     }
@@ -254,7 +255,7 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`RestrictedMixture::log_probs`].
+    /// The errors are those of [`RestrictedMixture::log_probs`].
     pub fn entropy(&self) -> Result<Tensor> {
         let shape = [self.mixture.leading(), &[0]].concat();
         let no_ids = Tensor::zeros(shape, DType::U32, self.mixture.operands().contexts.device())?;

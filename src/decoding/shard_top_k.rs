@@ -21,14 +21,14 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::top_k`] and [`Mixture::vocab_parallel_loss`], on every rank.
+    /// The errors are those of [`Mixture::top_k`] and [`Mixture::vocab_parallel_loss`], on every rank.
     pub fn vocab_parallel_top_k(&self, shard: &VocabShard, k: usize) -> Result<TopK> {
         let checked = self.check_shard(shard).and_then(|()| TopK::check_k(k, shard.vocab_size()));
         self.agree(shard, Call::Decoding, checked, &[Agreed::equal("k", k as f64)])?;
         let operands = self.operands();
         let own = backend::visit_shard(operands, shard, &TopKQuery { k })?;
 
-        // A rank with fewer than `k` ids adds impossible ones, because all ranks must send as many numbers.
+        // A rank with fewer than `k` ids adds impossible ones, because all ranks must send the same number of ids.
         let first_id = shard.range().start as f64;
         let mut sent = Vec::with_capacity(own.len() * 2 * k);
         for ranked in own {

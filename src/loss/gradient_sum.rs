@@ -64,7 +64,7 @@ impl GradientSum {
     ///
     /// # Errors
     ///
-    /// As for [`Loss::backward`].
+    /// The errors are those of [`Loss::backward`].
     pub fn add(&self, loss: &Loss) -> Result<()> {
         let gradients = loss.backward()?;
         Ok(self.lock().extend(gradients)?)

@@ -20,7 +20,7 @@ use crate::tensors::checks::{check_elements, check_float, check_hidden, check_ta
 ///
 /// # Errors
 ///
-/// As for [`OutputLayer::loss`](crate::OutputLayer::loss).
+/// The errors are those of [`OutputLayer::loss`](crate::OutputLayer::loss).
 ///
 /// # Examples
 ///

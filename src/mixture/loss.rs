@@ -191,6 +191,25 @@ impl Mixture {
     /// # Errors
     ///
     /// If an option is out of its range, or the budget cannot hold one position.
+    ///
+    /// # Examples
+    ///
+    /// The kernels use the threads of rayon's current pool:
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use mos_head::{LossOptions, Mixture};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let contexts = Tensor::randn(0f32, 1., (8, 1, 16), &Device::Cpu)?; // 8 positions, K = 1, d = 16
+    /// let weight = Tensor::randn(0f32, 1., (1000, 16), &Device::Cpu)?;
+    /// let mixture = Mixture::new(&contexts, None, &weight, None)?;
+    /// let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build()?;
+    /// let plan = pool.install(|| mixture.plan(&LossOptions::default()))?;
+    /// assert_eq!(plan.threads, 3);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn plan(&self, options: &LossOptions) -> Result<Plan> {
         options.validate()?;
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };

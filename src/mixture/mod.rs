@@ -146,7 +146,7 @@ impl Mixture {
             operands: Operands {
                 sizes,
                 contexts: match contexts.rank() {
-                    // Not even a reshape, because candle would copy its gradient.
+                    // There is not even a reshape, because candle would copy its gradient.
                     3 => contexts.contiguous()?,
                     _ => contexts.reshape((positions, components, context_dim))?.contiguous()?,
                 },
@@ -172,7 +172,7 @@ impl Mixture {
         self.with_logits(logit_scale, Some(cap))
     }
 
-    /// Multiplies the logits, before the softcap: `z = scale (c W^T + b)`, in f32 (f64 for f64) whatever the dtype.
+    /// Multiplies the logits, before the softcap: `z = scale (c W^T + b)`, in f32 (f64 for f64) for every dtype.
     ///
     /// # Errors
     ///

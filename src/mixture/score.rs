@@ -27,7 +27,8 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// As for the targets of [`Mixture::loss`], or if an option is out of range.
+    /// The errors of the ids are those of the targets of [`Mixture::loss`]. It is an error too if an option is out of
+    /// range.
     pub fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         options.validate()?;
         let n = candidate_count("token_ids", token_ids, &self.leading)?;
@@ -72,7 +73,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// As for the targets of [`Mixture::loss`].
+    /// The errors are those of the targets of [`Mixture::loss`].
     pub fn log_prob(&self, token_ids: &Tensor) -> Result<Tensor> {
         Ok(self.score(token_ids, &ScoreOptions::new())?.log_prob)
     }

@@ -32,8 +32,9 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// As for the targets of [`Mixture::loss`], if an option is out of range, or if `terms` fails or returns other
-    /// shapes. [`Error::Unsupported`] for [`ScoreOptions::is_argmax`], which has no derivative.
+    /// The errors of the ids are those of the targets of [`Mixture::loss`]. It is an error too if an option is out of
+    /// range, or if `terms` fails or returns other shapes. [`Error::Unsupported`] for [`ScoreOptions::is_argmax`],
+    /// which has no derivative.
     ///
     /// # Examples
     ///

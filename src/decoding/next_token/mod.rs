@@ -73,8 +73,8 @@ impl NextToken {
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens), and [`Error::Value`] if a log-probability
-    /// is above zero by more than rounding, as a logit may be.
+    /// The errors are those of [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens), and [`Error::Value`] if a
+    /// log-probability is above zero by more than rounding, as a logit may be.
     pub fn from_log_probs(log_probs: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
         Self::from_rounded(log_probs, log_probs.dtype(), requests)
     }
@@ -95,7 +95,7 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
+    /// The errors are those of [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
     pub fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
         let operands = self.operands();
         let query = NextTokenQuery::new(requests, operands.sizes.positions, operands.sizes.vocab)?;

@@ -85,7 +85,7 @@ impl TokenRequest {
     ///
     /// # Errors
     ///
-    /// As for [`TokenRequest::with_constraints`]; the request is then as before.
+    /// The errors are those of [`TokenRequest::with_constraints`]; the request is unchanged then.
     pub fn set_constraints(&mut self, constraints: Constraints) -> Result<()> {
         constraints.validate()?;
         self.constraints = constraints;

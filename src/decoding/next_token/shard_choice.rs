@@ -19,8 +19,8 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens) and [`Mixture::vocab_parallel_loss`], on
-    /// every rank.
+    /// The errors are those of [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens) and
+    /// [`Mixture::vocab_parallel_loss`], on every rank.
     pub fn vocab_parallel_next_tokens(&self, shard: &VocabShard, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
         let operands = self.operands();
         let checked = self.check_shard(shard);
@@ -33,7 +33,7 @@ impl Mixture {
         let ranks = 0..shard.collectives().ranks();
         let most = ranks.clone().map(|rank| shard.range_of(rank).len()).max().unwrap_or(0);
         let answer = |(position, (mut log_probs, offset)): (usize, (Vec<f64>, f64))| {
-            // All ranks must send as many numbers.
+            // All ranks must send the same number of log-probabilities.
             log_probs.resize(most, f64::NAN);
             let received = shard.collectives().all_gather(&log_probs)?;
             let by_rank = received.chunks_exact(most).zip(ranks.clone());

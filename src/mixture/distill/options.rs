@@ -79,7 +79,7 @@ impl Teacher {
     }
 }
 
-/// The probability that the ids get which are missing in a teacher's list.
+/// The probability that a teacher gives to the ids that its list lacks.
 ///
 /// # Examples
 ///

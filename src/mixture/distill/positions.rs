@@ -35,7 +35,7 @@ pub(super) struct CountedPositions {
     scales: Tensor,
     /// The sum of their weights.
     pub(super) count: f64,
-    /// What the weighted sum of their objectives is divided by.
+    /// The divisor of the weighted sum of their objectives.
     pub(super) denominator: f64,
 }
 

@@ -76,8 +76,8 @@ impl Distillation {
         Ok(Distillation { counted, teacher, options: options.clone() })
     }
 
-    /// Computes the terms of some of the positions that count from the student's log-probabilities of all ids, `[chunk,
-    /// vocab]`, which may be overwritten.
+    /// Computes the terms of some of the positions that count from the student's log-probabilities of all ids,
+    /// `[chunk, vocab]`, which may be overwritten.
     fn full_terms(&self, teacher: &FullTeacher, positions: Range<usize>, log_probs: Tensor) -> Result<DistillTerms> {
         teacher.terms(positions.clone(), log_probs, &self.counted, self.targets(&positions)?, &self.options)
     }
@@ -143,7 +143,7 @@ impl Distillation {
         self.finish(Loss::new(value, zero.clone(), zero, nll.clone()), nll)
     }
 
-    /// The places of the positions that count among all.
+    /// The places, among all positions, of those that count.
     pub(crate) fn positions(&self) -> &[u32] {
         &self.counted.positions
     }

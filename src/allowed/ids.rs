@@ -46,6 +46,7 @@ pub struct AllowedIds {
     empty_as_full: bool,
 }
 
+/// The sets, as they were given.
 #[derive(Clone, Debug)]
 enum Sets {
     /// The same ids at all positions, in ascending order without repeats. If they come from a mask, its length is
@@ -104,6 +105,7 @@ impl AllowedIds {
         Ok(Self::from_sets(Sets::Each(IdLists::new(lists))))
     }
 
+    /// Makes the allowed ids with the default options.
     fn from_sets(sets: Sets) -> Self {
         AllowedIds { sets, targets_added: false, empty_as_full: false }
     }

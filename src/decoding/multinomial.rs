@@ -42,6 +42,7 @@ pub(super) struct TileMasses {
 }
 
 impl TileMasses {
+    /// Adds up the masses of a distribution, tile by tile.
     pub(super) fn new<F: Real>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
         let tile = |buffer: &mut Vec<F>, tile| {
             let log_probs = distribution.tile(tile, F::neg_infinity(), buffer);

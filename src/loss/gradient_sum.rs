@@ -75,6 +75,7 @@ impl GradientSum {
         std::mem::take(&mut *self.lock())
     }
 
+    /// Locks the gradients. After a panic of another thread they are used as they are.
     fn lock(&self) -> MutexGuard<'_, GradStore> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -42,6 +42,7 @@ pub struct NoiseDistribution(NoiseKind);
 /// The largest number of ids that can be drawn at once.
 const MOST_SAMPLES: usize = 1 << 24;
 
+/// The kinds of noise distributions.
 #[derive(Clone, Debug)]
 enum NoiseKind {
     /// Zipf's law over ids in the order of falling frequency.

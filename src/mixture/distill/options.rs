@@ -31,6 +31,7 @@ use crate::tensors::checks::check_number;
 #[derive(Clone, Debug)]
 pub struct Teacher(pub(super) TeacherKind);
 
+/// The kinds of teachers, with their tensors detached.
 #[derive(Clone, Debug)]
 pub(super) enum TeacherKind {
     Mixture(Mixture),

@@ -25,6 +25,7 @@ pub(crate) struct Distillation {
     options: DistillOptions,
 }
 
+/// The teacher at the positions that count: with the log-probabilities of all ids, or of a list.
 #[derive(Clone)]
 enum PreparedTeacher {
     Full(FullTeacher),

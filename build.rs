@@ -4,7 +4,7 @@
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=src/backend/cuda/mixture.cu");
-    println!("cargo::rerun-if-changed=src/backend/gpu/rows.h");
+    println!("cargo::rerun-if-changed=src/backend/gpu/kernels");
     println!("cargo::rerun-if-env-changed=NVCC");
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
     #[cfg(feature = "cuda")]
@@ -13,6 +13,7 @@ fn main() {
     }
 }
 
+/// Compiles the kernels with nvcc.
 #[cfg(feature = "cuda")]
 fn compile() -> Result<(), Box<dyn std::error::Error>> {
     use std::path::PathBuf;

@@ -10,7 +10,7 @@ expect scripts/check-cuda-on-linux.sh --test training --test cuda_on_linux -- --
 
 # Addresses and launches
 mutant cuda/device.rs '(layout.start_offset() * size_of::<T>()) as u64' 'layout.start_offset() as u64'
-mutant cuda/device.rs 'DType::I64 => self.first::<i64>' 'DType::I64 => self.first::<u32>'
+mutant cuda/device.rs 'DType::I64 => self.element_address::<i64>' 'DType::I64 => self.element_address::<u32>'
 mutant cuda/device.rs 'block_dim: (BLOCK as u32' 'block_dim: (BLOCK as u32 / 2'
 mutant cuda/device.rs 'grid_dim: (blocks as u32' 'grid_dim: (blocks as u32 + 1'
 mutant cuda/device.rs 'Argument::Long(x) => builder.arg(x)' 'Argument::Long(_) => builder.arg(&0i64)'
@@ -28,9 +28,9 @@ mutant cuda/device.rs 'constants + size_of::<f32>() as u64' 'constants + 2 * siz
 mutant cuda/device.rs 'DType::F16 => CUDA_R_16F,' 'DType::F16 => CUDA_R_16BF,'
 mutant cuda/device.rs 'product.alpha.unwrap_or(one)' 'product.alpha.unwrap_or(zero)'
 mutant cuda/device.rs 'product.alpha.unwrap_or(one)' 'one'
-mutant cuda/device.rs 'if product.accumulate { one } else { zero }' 'one'
-mutant cuda/device.rs 'if product.accumulate { one } else { zero }' 'zero'
-mutant cuda/device.rs 'transposition(&product.rhs),' 'transposition(&product.lhs),'
+mutant cuda/device.rs 'if product.accumulates { one } else { zero }' 'one'
+mutant cuda/device.rs 'if product.accumulates { one } else { zero }' 'zero'
+mutant cuda/device.rs 'operation(&product.rhs),' 'operation(&product.lhs),'
 mutant cuda/device.rs 'product.k as i32' 'product.k as i32 - 1'
 mutant cuda/device.rs 'product.rhs.stride as i32' 'product.n as i32'
 mutant cuda/device.rs 'product.lhs.stride as i32' 'product.k as i32'
@@ -38,28 +38,28 @@ mutant cuda/device.rs 'product.out_stride as i32' 'product.n as i32'
 mutant cuda/device.rs 'product.out as *mut _' 'product.lhs.address as *mut _'
 
 # The memory and the arguments of the chunks
-mutant gpu/chunks.rs 'zeros(7 * rows)' 'zeros(6 * rows)'
+mutant gpu/chunks.rs 'zeros(ROW_VALUES * rows)' 'zeros((ROW_VALUES - 1) * rows)'
 mutant gpu/chunks.rs 'logits: zeros(rows * stride)' 'logits: zeros(rows * operands.sizes.vocab)'
 mutant gpu/chunks.rs 'self.rows_per_chunk / self.inputs.sizes.components * self.stride' '(self.rows_per_chunk / self.inputs.sizes.components - 1) * self.stride'
 mutant gpu/chunks.rs 'count: self.rows_per_chunk as i64' 'count: self.rows_per_chunk as i64 + 1'
-mutant gpu/chunks.rs 'Argument::Write(ids.at(positions.start * k))' 'Argument::Write(ids.at(positions.start * k + 1))'
+mutant gpu/chunks.rs 'Write(ids.at(positions.start * k))' 'Write(ids.at(positions.start * k + 1))'
 
 # Barriers
-mutant gpu/rows.h $'synchronize();\n    x = of_warps[0];' 'x = of_warps[0];'
-mutant gpu/rows.h $'synchronize();\n    return x;' 'return x;'
+mutant gpu/kernels/reductions.h $'synchronize();\n    x = warp_values[0];' 'x = warp_values[0];'
+mutant gpu/kernels/reductions.h $'synchronize();\n    return x;' 'return x;'
 
 # A vocabulary that ranks share
 expect scripts/check-cuda-on-linux.sh --test vocab_parallel gpu
-mutant gpu/rows.h 'id >= 0 || id == ELSEWHERE' 'id >= 0'
-mutant gpu/rows.h '(int)(target - first)' '(int)target'
-mutant gpu/rows.h 'is_id && target >= first && target < first + rows' 'is_id && target >= first'
-mutant gpu/chunks.rs 'self.numbers.tensor.slice_set' 'self.numbers.tensor.copy()?.slice_set'
+mutant gpu/kernels/loss.h 'id >= 0 || id == ELSEWHERE' 'id >= 0'
+mutant gpu/kernels/targets.h '(int)(target - first_row)' '(int)target'
+mutant gpu/kernels/targets.h 'is_id && target >= first_row && target < first_row + row_count' 'is_id && target >= first_row'
+mutant gpu/chunks.rs 'self.row_values.tensor.slice_set' 'self.row_values.tensor.copy()?.slice_set'
 mutant gpu/loss.rs 'targets.owners[positions]' 'targets.owners'
-mutant gpu/loss.rs 'Some(shard) => of_all_ranks(shard, gradients)?' 'Some(_) => gradients'
-mutant gpu/objective.rs '|shard| (shard.vocab_size(), shard.range())' '|shard| (shard.range().end, shard.range())'
+mutant gpu/loss.rs 'Some(shard) => sum_context_gradients(shard, gradients)?' 'Some(_) => gradients'
+mutant gpu/target_ids.rs 'Some(shard) => (shard.vocab_size(), shard.range())' 'Some(shard) => (shard.range().end, shard.range())'
 expect scripts/check-cuda-on-linux.sh --test cuda_on_linux nccl
-mutant cuda/communicator.rs 'after(&comm.stream(), &stream)?;' ''
-mutant cuda/communicator.rs 'after(&stream, &comm.stream())?;' ''
+mutant cuda/communicator.rs 'order_after(&comm.stream(), &stream)?;' ''
+mutant cuda/communicator.rs 'order_after(&stream, &comm.stream())?;' ''
 mutant cuda/communicator.rs 'let _ = self.0.stream().synchronize();' ''
 mutant cuda/communicator.rs 'slice(start..start + n)' 'slice(0..n)'
 

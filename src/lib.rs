@@ -8,8 +8,8 @@
 //! ```
 //!
 //! One softmax over a linear map forms log-probability matrices of rank at most H + 2 (H + 1 without a bias), the
-//! *softmax bottleneck*; the width does not bound the rank of a mixture of softmaxes (Yang et al., 2018). Three
-//! heads differ only in the arguments that they pass to the mixture:
+//! *softmax bottleneck*; the width does not bound the rank of a mixture of softmaxes (Yang et al., 2018). Three heads
+//! differ only in the contexts and priors of their mixture:
 //!
 //! | head | contexts and priors | cost |
 //! |---|---|---|
@@ -17,40 +17,33 @@
 //! | [`MixtureOfContexts`] | the prior-weighted mean of K contexts, one component | one softmax of width d |
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
-//! Each is a [`Head`], a projection and a decoder ([`parts`]); a projection of your own is a head in the same way. A
-//! model that reads its head from a file has a [`HeadConfig`], saved beside the weights: a mixture's activation is in no
-//! tensor.
+//! Each is a [`Head`], a projection and a decoder; with a projection of your own, `Head` is a head of your own. All
+//! heads implement [`OutputLayer`], and those that are one mixture also [`MixtureLayer`]. [`Mixture`] is the fused
+//! operation itself, and [`linear_cross_entropy`] is the fused loss of a linear layer. [`HeadConfig`] is saved beside
+//! the weights of a model that reads its head from a file.
 //!
-//! Two heads for large vocabularies, in [`two_level`], compute a softmax over frequent ids or classes, and of the rest
-//! only the clusters that have a target. The heads above can also train on a sample of the vocabulary ([`sampled`]), and
-//! with a decoder whose rows are computed from spellings ([`CharCnn`](parts::CharCnn)).
-//!
-//! All heads implement [`OutputLayer`], which a head of your own can implement too, and take the same [`LossOptions`];
-//! heads that reduce to a mixture also implement [`MixtureLayer`]. [`Mixture`] is the fused operation itself, for
-//! models with their own projection. [`linear_cross_entropy`] is the fused loss of a linear layer.
-//!
-//! The loss processes the positions in chunks ([`Plan`]): the logits of a chunk, their log-sum-exps, the
-//! responsibilities of the components, the gradient of the logits in place, and from it the gradients of contexts and
-//! decoder. These are three matrix products in all, the minimum for an exact method. The workspace holds the logits of
-//! one chunk at a time, under a budget ([`LossOptions::with_workspace_bytes`]). It grows with the vocabulary, not with
-//! the number of positions or components: by default a chunk on the CPU has up to 480 rows of logits (235 MiB at 128
-//! 256 ids in f32), or more within 32 MiB. The contexts `[positions, K, d]` and the gradients are held whole.
+//! A loss and its gradients take three matrix products, the minimum for an exact method, or four if each position has a
+//! loss of its own. The positions are processed in chunks ([`Plan`]), so that the logits of one chunk are in memory at
+//! a time, under a budget ([`LossOptions::with_workspace_bytes`]). By default a chunk on the CPU has up to 480 rows of
+//! logits (235 MiB at 128 256 ids in f32), or more within 32 MiB. The contexts `[positions, K, d]` and the gradients
+//! are held whole. An operand that does not depend on a variable, such as a frozen decoder
+//! ([`Head::with_frozen_decoder`]), costs no product for its gradient.
 //!
 //! # Modules
 //!
-//! The root has what every program needs: heads, their configurations, losses and errors.
+//! The root has what nearly every program needs: heads, their configurations, losses and errors.
 //!
-//! | module | what a head is asked for, or built of |
+//! | module | what it has |
 //! |---|---|
-//! | [`decode`] | the most probable token ids, samples, the next tokens of a server, beam search |
-//! | [`sets`] | every result over the token ids that are allowed at a position |
-//! | [`score`] | log-probabilities and entropies with gradients; losses of your own |
+//! | [`decode`] | the most probable token ids, samples, the next tokens of texts that are served, beam search |
+//! | [`sets`] | all results of a head over the token ids that are allowed at a position |
+//! | [`score`] | log-probabilities and entropies with gradients, losses of your own |
 //! | [`policy`] | PPO and GRPO |
 //! | [`distill`] | divergences from a teacher |
-//! | [`sampled`] | training on a sample of the vocabulary |
-//! | [`two_level`] | the adaptive and the hierarchical softmax |
+//! | [`sampled`] | losses over a sample of the vocabulary |
+//! | [`two_level`] | the adaptive and the hierarchical softmax, for large vocabularies |
 //! | [`parts`] | projections, decoders, decoder rows from spellings, low-rank adapters |
-//! | [`distributed`] | vocabularies and texts that are cut among the processes of a distributed program |
+//! | [`distributed`] | vocabularies and texts that are cut among the ranks of a distributed program |
 //!
 //! # Example
 //!
@@ -77,55 +70,21 @@
 //! # }
 //! ```
 //!
-//! # Options of a loss
-//!
-//! The same for all heads that are mixtures ([`LossOptions`]); an option that a head, or another option, does not
-//! support is an error:
-//!
-//! | option | |
-//! |---|---|
-//! | [`with_reduction`](LossOptions::with_reduction) | mean (the default), sum, or none: one loss per position, with any upstream gradient |
-//! | [`with_denominator`](LossOptions::with_denominator), [`with_gradient_sum`](LossOptions::with_gradient_sum) | gradient accumulation: the mean over the targets of several batches, with memory for one gradient ([`GradientSum`]) |
-//! | [`with_ignore_index`](LossOptions::with_ignore_index) | ignores positions with this target |
-//! | [`with_position_weights`](LossOptions::with_position_weights), [`with_class_weights`](LossOptions::with_class_weights) | weights of positions and of token ids, with PyTorch's conventions |
-//! | [`with_label_smoothing`](LossOptions::with_label_smoothing) | of the log-probabilities of the mixture |
-//! | [`with_z_loss`](LossOptions::with_z_loss) | keeps the normalisers of the logits near zero |
-//! | [`with_workspace_bytes`](LossOptions::with_workspace_bytes) | the budget of the workspace |
-//! | [`with_precision`](LossOptions::with_precision) | products of f32 rounded to bf16, for CPUs with units for it |
-//! | [`with_correct`](LossOptions::with_correct) | also tells which targets are the most probable ids, and counts them |
-//! | [`with_sampled_softmax`](LossOptions::with_sampled_softmax), [`with_nce`](LossOptions::with_nce) | a training step over a sample of the vocabulary |
-//! | [`with_decoder_rows`](LossOptions::with_decoder_rows) | the gradient of a sample's rows, in place of the whole decoder's |
-//! | [`evaluation`](LossOptions::evaluation) | no gradients (one product instead of three), no dropout |
-//!
-//! Options of the model are in its configuration, for training and decoding alike: biases, activation, dropout, logit
-//! scale, softcap ([`SoftmaxConfig`], [`MixtureConfig`]). To fine-tune a model, a head takes a low-rank adapter of its
-//! decoder ([`Head::with_adapter`]); a frozen decoder ([`Head::with_frozen_decoder`]), or any operand that does not depend
-//! on a variable, costs no product for its gradient.
+//! The options of a loss are [`LossOptions`]; one that a head, or another option, does not support is an error. Options
+//! of the model, such as biases, activation, dropout and softcap, are in its configuration ([`SoftmaxConfig`],
+//! [`MixtureConfig`]), for training and decoding alike.
 //!
 //! # Threads
 //!
-//! On the CPU the kernels run in rayon's current pool: the global one, with `RAYON_NUM_THREADS` threads or one for each
-//! core, or the one whose `install` calls them. With the default budget, results do not depend on the number of threads, to
-//! the last bit. A budget of your own ([`with_workspace_bytes`](LossOptions::with_workspace_bytes)) is shared by the threads:
-//! their number then decides how many positions a chunk has, and losses and gradients differ by rounding.
-//!
-//! ```
-//! # use candle_core::{DType, Device, Tensor};
-//! # use mos_head::{LossOptions, Mixture};
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let zeros = |rows| Tensor::zeros((rows, 16), DType::F32, &Device::Cpu);
-//! # let mixture = Mixture::new(&zeros(8)?.unsqueeze(1)?, None, &zeros(1000)?, None)?;
-//! let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build()?;
-//! let plan = pool.install(|| mixture.plan(&LossOptions::default()))?;
-//! assert_eq!(plan.threads, 3);
-//! # Ok(())
-//! # }
-//! ```
+//! On the CPU the kernels run in rayon's current pool: the pool whose `install` calls them, or the global one, with
+//! `RAYON_NUM_THREADS` threads or one for each core. With the default budget, results do not depend on the number of
+//! threads, to the last bit. With a budget of your own, which the threads share, the number of threads decides how many
+//! positions a chunk has, so that losses and gradients differ by rounding.
 //!
 //! candle's own operations have a pool of their own (`CANDLE_NUM_THREADS`). After each operation its threads spin for
-//! 25,000 iterations before they sleep; where both pools share few cores, that delays the kernels. candle 0.11.1 reads
-//! the limit when it starts these threads, from `CANDLE_BARRIER_POOL_SPIN_LIMIT` alone: a program sets it to `100` before
-//! its first tensor.
+//! 25,000 iterations before they sleep, which delays the kernels where both pools share few cores. candle 0.11.1 reads
+//! this number from `CANDLE_BARRIER_POOL_SPIN_LIMIT` when it starts the threads: a program sets it to `100` before its
+//! first tensor.
 //!
 //! # Features
 //!
@@ -144,9 +103,10 @@
 //!
 //! # Gradients that candle drops
 //!
-//! Fused operations of candle have no backward pass and detach their result without a word: an optimizer leaves the
-//! variables before them as they are. Models of candle-transformers use them. [`Loss::check_gradients`], called once
-//! after the first backward pass, is an error that names the variables without a gradient. In `candle_nn`:
+//! Fused operations of candle have no backward pass and detach their result in silence: an optimizer leaves the
+//! variables before them as they are. Models of candle-transformers use them. [`Loss::check_gradients`], which is
+//! called once after the first backward pass, returns an error that names the variables without a gradient. In
+//! `candle_nn`:
 //!
 //! | detaches its result | has a backward pass |
 //! |---|---|

@@ -1,5 +1,5 @@
-//! Distributions that are renormalised over kept sets of ids: every result and every gradient equals plain loops in f64,
-//! central differences and candle's operations, for each way in which they are computed.
+//! Distributions that are renormalised over sets of allowed ids: every result and every gradient equals plain loops in
+//! f64, central differences and candle's operations, for each way in which they are computed.
 
 mod common;
 
@@ -414,8 +414,8 @@ fn ignored_positions_need_no_set() -> Result<()> {
     Ok(())
 }
 
-/// Nothing is computed of an ignored position: neither ids without a probability, in its set or elsewhere, nor a NaN change
-/// the gradients, which are those of the other positions.
+/// Nothing is computed of an ignored position: neither ids without a probability, in its set or elsewhere, nor a NaN
+/// change the gradients, which are those of the other positions.
 #[test]
 fn an_ignored_position_has_no_part_in_the_gradients() -> Result<()> {
     let impossible = f64::NEG_INFINITY;

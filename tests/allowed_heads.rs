@@ -1,5 +1,5 @@
-//! Heads over kept sets of ids, and the choice of ids: top-k, samples, beam search and policy losses of the renormalised
-//! distribution.
+//! Heads over sets of allowed ids, and the choice of ids: top-k, samples, beam search and policy losses of the
+//! renormalised distribution.
 
 mod common;
 
@@ -245,8 +245,8 @@ fn policy_losses_see_the_sets_of_the_tokens_that_count() -> Result<()> {
     Ok(())
 }
 
-/// A student over kept sets learns as the tensor of its renormalised log-probabilities does, also where some positions do
-/// not count.
+/// A student over sets of allowed ids learns as the tensor of its renormalised log-probabilities does, also where some
+/// positions do not count.
 #[test]
 fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
     let (vars, heads, hidden) = heads()?;

@@ -1,5 +1,5 @@
 //! Distillation at its edges: lists with padding, repeated ids and tails, masses below the smallest number, infinite
-//! divergences, and no positions; fused, composed and over kept sets.
+//! divergences, and no positions; fused, composed and over sets of allowed ids.
 
 mod common;
 
@@ -58,8 +58,8 @@ fn no_positions_and_ignored_ones_have_no_loss() -> Result<()> {
     Ok(())
 }
 
-/// A student of four ids with these logits, and the values `[forward, reverse, Jensen-Shannon]` of the divergences from a
-/// list, which the fused and the composed computation and a student over all ids as its kept set agree on.
+/// A student of four ids with these logits, and the values `[forward, reverse, Jensen-Shannon]` of the divergences from
+/// a list, which the fused and the composed computation and a student over all ids as its allowed ids agree on.
 fn divergences(logits: [f64; 4], ids: &[i64], log_probs: &[f64], missing: MissingIds) -> Result<[Option<f64>; 3]> {
     let weight = Tensor::new(&logits, &Device::Cpu)?.reshape((4, 1))?;
     let head = SoftmaxHead::from_tensors(weight, None)?;
@@ -257,7 +257,7 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
             }
         }
     }
-    // Over kept sets: the teacher has a probability outside the third.
+    // Over allowed ids: the teacher has a probability outside the third.
     let head = SoftmaxHead::from_tensors(Tensor::zeros((3, 1), DType::F64, &Device::Cpu)?, None)?;
     let hidden = Tensor::ones((3, 1), DType::F64, &Device::Cpu)?;
     let lists = AllowedIds::per_position(&[0, 1, 2, 0, 1, 2, 0, 2], &[0, 3, 6, 8])?;

@@ -31,6 +31,7 @@ fn main() {
     println!("cargo::rustc-link-arg=-Wl,-rpath,{}", out.display());
 }
 
+/// The source files in a folder.
 fn sources(folder: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).expect("the runtime's folder");
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
@@ -39,6 +40,7 @@ fn sources(folder: &str) -> Vec<PathBuf> {
     paths
 }
 
+/// The object file of a source file.
 fn object(source: &Path, out: &Path) -> PathBuf {
     out.join(source.file_stem().expect("a name")).with_extension("o")
 }
@@ -55,6 +57,7 @@ fn compile(source: &Path, object: &Path, out: &Path) {
         .arg(object));
 }
 
+/// Runs a command, which must succeed.
 fn run(command: &mut Command) {
     let status = command.status().unwrap_or_else(|error| panic!("{command:?}: {error}"));
     assert!(status.success(), "{command:?}: {status}");

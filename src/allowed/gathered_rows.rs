@@ -1,4 +1,5 @@
-//! A single softmax over some of the token ids: the decoder's rows of these ids, and a gradient that is zero elsewhere.
+//! A single softmax over some of the token ids: it reads the decoder's rows of these ids alone, and its gradient is
+//! zero in all other rows.
 
 use std::sync::Arc;
 
@@ -16,43 +17,46 @@ pub(super) fn is_single(mixture: &Mixture) -> bool {
     mixture.operands().is_single()
 }
 
-/// The softmax over `ids` alone, in ascending order without repeats: its id i is `ids[i]`. And the decoder's variables
-/// whose gradients bypass candle's sum.
-pub(super) fn gathered(mixture: &Mixture, ids: &[u32]) -> Result<(Mixture, Vec<Leaf>)> {
+/// Makes the softmax over `ids`, which are in ascending order without repeats: its id i is `ids[i]`. Beside it, returns
+/// the decoder's variables whose gradients bypass candle's sum.
+pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32]) -> Result<(Mixture, Vec<Leaf>)> {
     let operands = mixture.operands();
     let mut leaves = Vec::new();
-    let weight = rows(&operands.weight, ids, &mut leaves)?;
-    let adapter = operands.adapter.as_ref().map(|adapter| rows(adapter, ids, &mut leaves)).transpose()?;
+    let weight = gather_rows(&operands.weight, ids, &mut leaves)?;
+    let adapter = operands.adapter.as_ref().map(|adapter| gather_rows(adapter, ids, &mut leaves)).transpose()?;
     let index = Tensor::new(ids, operands.weight.device())?;
     let bias = operands.bias.as_ref().map(|bias| bias.index_select(&index, 0)).transpose()?;
     let sizes = Sizes { vocab: ids.len(), ..operands.sizes };
     Ok((mixture.with_operands(Operands { sizes, weight, adapter, bias, ..operands.clone() }), leaves))
 }
 
-/// Some rows of a matrix.
-fn rows(matrix: &Tensor, ids: &[u32], leaves: &mut Vec<Leaf>) -> Result<Tensor> {
+/// Gathers the rows of a matrix that belong to `ids`, as a node whose backward pass scatters their gradients into
+/// zeros. Adds the matrix to `leaves` if it is a variable.
+fn gather_rows(matrix: &Tensor, ids: &[u32], leaves: &mut Vec<Leaf>) -> Result<Tensor> {
     let rows = id_lists::matrix_rows(&matrix.detach(), &Tensor::new(ids, matrix.device())?)?;
-    let (ids, all, none) = (ids.to_vec(), matrix.dim(0)?, nothing_like(matrix)?);
-    let rows = attach("rows of the decoder", rows, [matrix, &none, &none], move |_, _, upstream| {
-        Ok([Some(backend::scattered_rows(&upstream.contiguous()?, &ids, all)?), None, None])
+    let (ids, vocab, unused) = (ids.to_vec(), matrix.dim(0)?, unused_operand(matrix)?);
+    let rows = attach("rows of the decoder", rows, [matrix, &unused, &unused], move |_, _, upstream| {
+        Ok([Some(backend::scattered_rows(&upstream.contiguous()?, &ids, vocab)?), None, None])
     })?;
-    leaves.extend(leaf(&rows, matrix));
+    leaves.extend(leaf_if_variable(&rows, matrix));
     Ok(rows)
 }
 
-/// The logits of each position's list of ids, `[positions, longest]` in the accumulation dtype; of no meaning beyond a
-/// list.
-pub(super) fn logits_of_lists(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<(Tensor, Vec<Leaf>)> {
+/// Computes the logits of each position's list of ids, `[positions, longest]` in the accumulation dtype. Entries beyond
+/// the end of a list are unspecified. Beside them, returns the decoder's variables whose gradients bypass candle's sum.
+pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<(Tensor, Vec<Leaf>)> {
     let operands = mixture.operands();
     let (Sizes { positions, context_dim, .. }, columns) = (operands.sizes, operands.adapter_columns()?);
     let mut leaves = Vec::new();
     let contexts = operands.contexts.reshape((positions, context_dim))?;
     let mut logits = match &operands.adapter {
-        None => products(&contexts, &operands.weight, lists, &mut leaves)?,
+        None => list_products(&contexts, &operands.weight, lists, &mut leaves)?,
         Some(adapter) => {
-            let of = |from: usize, to: usize| contexts.narrow(1, from, to - from)?.contiguous();
-            let of_weight = products(&of(0, columns.start)?, &operands.weight, lists, &mut leaves)?;
-            (of_weight + products(&of(columns.start, columns.end)?, adapter, lists, &mut leaves)?)?
+            let context_columns = |from: usize, to: usize| contexts.narrow(1, from, to - from)?.contiguous();
+            let (contexts, adapter_contexts) =
+                (context_columns(0, columns.start)?, context_columns(columns.start, columns.end)?);
+            let weight_products = list_products(&contexts, &operands.weight, lists, &mut leaves)?;
+            (weight_products + list_products(&adapter_contexts, adapter, lists, &mut leaves)?)?
         }
     };
     if let Some(bias) = &operands.bias {
@@ -68,26 +72,28 @@ pub(super) fn logits_of_lists(mixture: &Mixture, lists: &Arc<IdLists>) -> Result
     Ok((logits, leaves))
 }
 
-/// The products of each context with the rows of its list.
-fn products(contexts: &Tensor, matrix: &Tensor, lists: &Arc<IdLists>, leaves: &mut Vec<Leaf>) -> Result<Tensor> {
+/// Computes the products of each position's context with the rows of its list, `[positions, longest]`, as a node of the
+/// graph. Adds the matrix to `leaves` if it is a variable.
+fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &Arc<IdLists>, leaves: &mut Vec<Leaf>) -> Result<Tensor> {
     let values = backend::list_products(&contexts.detach(), &matrix.detach(), lists)?;
-    let (needed, lists) = ([contexts.track_op(), matrix.track_op()], lists.clone());
-    let operands = [contexts, matrix, &nothing_like(matrix)?];
+    let (needs_grad, lists) = ([contexts.track_op(), matrix.track_op()], lists.clone());
+    let operands = [contexts, matrix, &unused_operand(matrix)?];
     let products = attach("products of lists", values, operands, move |[contexts, matrix, _], _, upstream| {
         let upstream = upstream.contiguous()?;
-        let [of_contexts, of_matrix] =
-            backend::list_product_gradients(&contexts.detach(), &matrix.detach(), &lists, &upstream, needed)?;
-        Ok([of_contexts, of_matrix, None])
+        let [context_gradient, matrix_gradient] =
+            backend::list_product_gradients(&contexts.detach(), &matrix.detach(), &lists, &upstream, needs_grad)?;
+        Ok([context_gradient, matrix_gradient, None])
     })?;
-    leaves.extend(leaf(&products, matrix));
+    leaves.extend(leaf_if_variable(&products, matrix));
     Ok(products)
 }
 
-/// A node takes three operands.
-fn nothing_like(operand: &Tensor) -> Result<Tensor> {
+/// Makes an operand that is not read, for a node that needs fewer than the three operands that every node takes.
+fn unused_operand(operand: &Tensor) -> Result<Tensor> {
     Ok(Tensor::zeros(1, operand.dtype(), operand.device())?)
 }
 
-fn leaf(node: &Tensor, matrix: &Tensor) -> Option<Leaf> {
+/// Returns the leaf of a node that reads `matrix`, if the matrix is a variable.
+fn leaf_if_variable(node: &Tensor, matrix: &Tensor) -> Option<Leaf> {
     matrix.is_variable().then(|| Leaf { node: node.id(), variable: matrix.clone() })
 }

@@ -1,19 +1,19 @@
-//! The sets of token ids.
+//! The sets of allowed ids, and the restriction that they are at the positions of a mixture.
 
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::tensors::id_lists::{sorted_unique, IdLists, Restriction};
 
-/// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each,
-/// such as what a sampler kept of the distribution. [`Mixture::restricted`](crate::Mixture::restricted) and
+/// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each
+/// position, such as the ids that a sampler's truncation left. [`Mixture::restricted`](crate::Mixture::restricted) and
 /// [`Restricted`](crate::sets::Restricted) renormalise the distribution over them:
 ///
 /// ```text
 /// P(v | S) = P(v) / P(S) for v in S, else 0
 /// ```
 ///
-/// An id that is listed twice counts once. The ids are restricted after scale and softcap of the logits.
+/// An id that is given twice counts once. The restriction comes after scale and softcap of the logits.
 ///
 /// # Examples
 ///
@@ -46,20 +46,23 @@ pub struct AllowedIds {
     empty_as_full: bool,
 }
 
+/// The sets, as they were given.
 #[derive(Clone, Debug)]
 enum Sets {
-    /// In ascending order without repeats; of a mask, with its length.
-    Shared(Vec<u32>, Option<usize>),
+    /// The same ids at all positions, in ascending order without repeats. If they come from a mask, its length is
+    /// known.
+    Shared { ids: Vec<u32>, mask_len: Option<usize> },
+    /// A list of ids for each position.
     Each(IdLists),
 }
 
 impl AllowedIds {
-    /// The same ids at all positions.
+    /// Allows the same ids at all positions.
     pub fn new(token_ids: &[u32]) -> Self {
-        Self::from_sets(Sets::Shared(sorted_unique(token_ids.to_vec()), None))
+        Self::from_sets(Sets::Shared { ids: sorted_unique(token_ids.to_vec()), mask_len: None })
     }
 
-    /// The ids whose place in a mask is not zero, at all positions.
+    /// Allows the ids whose entry of a mask is not zero, at all positions.
     ///
     /// # Shapes
     ///
@@ -77,11 +80,11 @@ impl AllowedIds {
         }
         let mask = mask.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
         let ids = (0u32..).zip(&mask).filter(|(_, &is_allowed)| is_allowed != 0).map(|(id, _)| id);
-        Ok(Self::from_sets(Sets::Shared(ids.collect(), Some(mask.len()))))
+        Ok(Self::from_sets(Sets::Shared { ids: ids.collect(), mask_len: Some(mask.len()) }))
     }
 
-    /// A list of ids for each position, in the order of the flattened leading dimensions, as compressed sparse rows:
-    /// position i has `token_ids[offsets[i]..offsets[i + 1]]`.
+    /// Allows the ids of a list for each position, in the order of the flattened leading dimensions, as compressed
+    /// sparse rows: position i has `token_ids[offsets[i]..offsets[i + 1]]`.
     ///
     /// # Errors
     ///
@@ -102,35 +105,36 @@ impl AllowedIds {
         Ok(Self::from_sets(Sets::Each(IdLists::new(lists))))
     }
 
+    /// Makes the allowed ids with the default options.
     fn from_sets(sets: Sets) -> Self {
         AllowedIds { sets, targets_added: false, empty_as_full: false }
     }
 
-    /// Whether the target of a loss, or an id that is scored, is added to the set of its position if it is not in it:
-    /// where sets are computed anew, rounding may leave out an id that was sampled. The default is false: such an id is
-    /// [`Error::NotAllowed`].
+    /// Sets whether the target of a loss, or an id that is scored, is added to the set of its position if it is not in
+    /// it: where sets are computed anew, rounding may leave out an id that was sampled. The default is false: such an
+    /// id is [`Error::NotAllowed`].
     pub fn with_targets_added(self, targets_added: bool) -> Self {
         AllowedIds { targets_added, ..self }
     }
 
-    /// Whether an empty set allows all ids. The default is false: an empty set is [`Error::EmptySet`].
+    /// Sets whether an empty set allows all ids. The default is false: an empty set is [`Error::EmptySet`].
     pub fn with_empty_as_full(self, empty_as_full: bool) -> Self {
         AllowedIds { empty_as_full, ..self }
     }
 
-    /// Whether all positions have the same set, whatever their targets.
+    /// Whether all positions have the same set, and no target may be added to it.
     pub(super) fn are_shared(&self) -> bool {
-        matches!(self.sets, Sets::Shared(..)) && !self.targets_added
+        matches!(self.sets, Sets::Shared { .. }) && !self.targets_added
     }
 
-    /// An error if an id is not in the vocabulary.
+    /// Returns an error if an id is not in the vocabulary.
     pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
         let is_outside = |id: &&u32| **id as usize >= vocab;
         let outside = match &self.sets {
-            Sets::Shared(_, Some(len)) if *len != vocab => {
+            Sets::Shared { mask_len: Some(len), .. } if *len != vocab => {
                 return Err(Error::shape("mask", format!("[{vocab}]"), &[*len]));
             }
-            Sets::Shared(ids, _) => ids.iter().find(is_outside).map(u32::to_string),
+            Sets::Shared { ids, .. } => ids.iter().find(is_outside).map(u32::to_string),
             Sets::Each(lists) => lists.iter().enumerate().find_map(|(position, ids)| {
                 ids.iter().find(is_outside).map(|id| format!("{id} at position {position}"))
             }),
@@ -141,7 +145,7 @@ impl AllowedIds {
         }
     }
 
-    /// An error if there is not a list for each position.
+    /// Returns an error if the sets are lists and their number is not that of the positions.
     pub(super) fn check_positions(&self, positions: usize) -> Result<()> {
         match &self.sets {
             Sets::Each(lists) if lists.len() != positions => {
@@ -151,10 +155,10 @@ impl AllowedIds {
         }
     }
 
-    /// The sets of some of the positions.
+    /// Selects the sets of some of the positions.
     pub(super) fn select(&self, positions: &[u32]) -> Self {
         let sets = match &self.sets {
-            Sets::Shared(..) => self.sets.clone(),
+            Sets::Shared { .. } => self.sets.clone(),
             Sets::Each(lists) => {
                 Sets::Each(IdLists::new(positions.iter().map(|&position| lists.list(position as usize).to_vec())))
             }
@@ -162,28 +166,33 @@ impl AllowedIds {
         AllowedIds { sets, ..*self }
     }
 
-    /// The sets of these positions, whose `n` ids each are `asked` for. Ids are below `vocab`, and there is a list for each
-    /// of all positions.
-    pub(super) fn kept(
+    /// Returns the restriction at these positions. `required` are `n` ids for each of them, its target or its
+    /// candidates: they must be in its set, or are added to it if [`AllowedIds::with_targets_added`] says so. All ids
+    /// are below `vocab`; if the sets are lists, there is one for each position of the mixture.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::EmptySet`] and [`Error::NotAllowed`].
+    pub(super) fn restriction(
         &self,
-        asked: &[usize],
+        required: &[usize],
         n: usize,
         positions: impl Iterator<Item = usize>,
         vocab: usize,
     ) -> Result<Restriction> {
-        if let Sets::Shared(ids, _) = &self.sets {
-            let all_inside = || asked.iter().all(|&id| ids.binary_search(&(id as u32)).is_ok());
+        if let Sets::Shared { ids, .. } = &self.sets {
+            let are_in_set = || required.iter().all(|&id| ids.binary_search(&(id as u32)).is_ok());
             match ids.len() {
                 0 if self.empty_as_full => return Ok(Restriction::All),
-                all if all == vocab => return Ok(Restriction::All),
-                1.. if all_inside() => return Ok(Restriction::Shared(ids.clone())),
+                len if len == vocab => return Ok(Restriction::All),
+                1.. if are_in_set() => return Ok(Restriction::Shared(ids.clone())),
                 _ => {}
             }
         }
         let list = |(i, position): (usize, usize)| {
-            let asked = &asked[i * n..(i + 1) * n];
+            let required = &required[i * n..(i + 1) * n];
             let ids = match &self.sets {
-                Sets::Shared(ids, _) => ids,
+                Sets::Shared { ids, .. } => ids,
                 Sets::Each(lists) => lists.list(position),
             };
             if ids.is_empty() {
@@ -194,7 +203,7 @@ impl AllowedIds {
                 };
             }
             let is_outside = |id: &u32| ids.binary_search(id).is_err();
-            let outside: Vec<u32> = asked.iter().map(|&id| id as u32).filter(is_outside).collect();
+            let outside: Vec<u32> = required.iter().map(|&id| id as u32).filter(is_outside).collect();
             match outside.first() {
                 Some(&id) if !self.targets_added => Err(Error::NotAllowed { position, got: id.into() }),
                 _ => Ok([ids, &outside].concat()),

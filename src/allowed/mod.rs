@@ -1,12 +1,13 @@
-//! Kept sets: the distribution of each position, renormalised over the token ids that are allowed there.
+//! Allowed ids: the distribution of each position is renormalised over the set of token ids that are allowed there.
 //!
 //! ```text
 //! P(v | S) = P(v) / P(S) for v in S, else 0
 //! ```
 //!
-//! [`AllowedIds`] are the sets, [`RestrictedMixture`] a mixture over them, [`Restricted`] a head whose mixtures are. A
-//! single softmax needs the decoder's rows of its set alone ([`single`]); a mixture of several needs the log-sum-exps
-//! over all ids. [`rows`] chooses how the log-probabilities of the sets are computed, [`decoding`] how ids are chosen.
+//! [`AllowedIds`] has the sets, [`RestrictedMixture`] is a mixture whose distributions they restrict, and
+//! [`Restricted`] is a head of such mixtures. A single softmax needs only the decoder's rows of the allowed ids
+//! ([`gathered_rows`]); a mixture of several softmaxes needs the log-sum-exps over all ids. [`rows`] computes the
+//! log-probabilities of the sets in the cheapest way, and [`choice`] chooses ids from them.
 
 mod choice;
 mod gathered_rows;

@@ -1,4 +1,4 @@
-//! A head over the allowed ids.
+//! A head whose distributions are restricted to the allowed ids.
 
 use candle_core::{DType, Tensor};
 
@@ -44,7 +44,7 @@ pub struct Restricted<H> {
 }
 
 impl<H: MixtureLayer> Restricted<H> {
-    /// The head over the allowed ids.
+    /// Restricts the distributions of a head to the allowed ids.
     ///
     /// # Errors
     ///
@@ -54,12 +54,12 @@ impl<H: MixtureLayer> Restricted<H> {
         Ok(Restricted { head, allowed })
     }
 
-    /// The head over all ids.
+    /// The head whose distributions are restricted; its own are over all ids.
     pub fn head(&self) -> &H {
         &self.head
     }
 
-    /// The mixture of these hidden states over the allowed ids, without dropout.
+    /// Returns the mixture of these hidden states over the allowed ids, without dropout.
     ///
     /// # Shapes
     ///
@@ -67,7 +67,7 @@ impl<H: MixtureLayer> Restricted<H> {
     ///
     /// # Errors
     ///
-    /// As for [`MixtureLayer::mixture`] and [`Mixture::restricted`](crate::Mixture::restricted).
+    /// The errors are those of [`MixtureLayer::mixture`] and [`Mixture::restricted`](crate::Mixture::restricted).
     pub fn mixture(&self, hidden: &Tensor) -> Result<RestrictedMixture> {
         self.head.mixture(hidden, DropoutMasks::Off)?.restricted(&self.allowed)
     }
@@ -102,16 +102,16 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
     }
 
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
+        let (terms, rows) = PolicyTerms::from_hidden(hidden, batch, options)?;
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
         let scores = mixture.restricted(&self.allowed.select(&terms.positions))?;
-        let scores = scores.score(&terms.token_ids, &options.scores());
+        let scores = scores.score(&terms.token_ids, &options.score_options());
         policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-        let (distillation, rows) = Distillation::of_hidden(hidden, self.vocab_size(), teacher, options)?;
+        let (distillation, rows) = Distillation::from_hidden(hidden, self.vocab_size(), teacher, options)?;
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
         let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
         let positions = distillation.positions();
@@ -119,7 +119,7 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let scores = |ids: &Tensor, options: &ScoreOptions| {
             mixture.score(ids, options).map_err(|error| error.with_position_from(positions))
         };
-        distillation.composed(|| mixture.log_probs().map_err(|error| error.with_position_from(positions)), scores)
+        distillation.composed_loss(|| mixture.log_probs().map_err(|error| error.with_position_from(positions)), scores)
     }
 
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {

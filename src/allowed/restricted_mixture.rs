@@ -1,15 +1,15 @@
-//! A mixture over the allowed ids.
+//! A mixture whose distributions are restricted to the allowed ids, and its results.
 
 use candle_core::{DType, Tensor};
 
-use super::gathered_rows::{gathered, is_single};
+use super::gathered_rows::{gathered_softmax, is_single};
 use super::ids::AllowedIds;
-use super::rows::{expanded, SetLogProbs};
+use super::rows::{expand_columns, SetLogProbs};
 use crate::backend::operands::Sizes;
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};
 use crate::mixture::Mixture;
-use crate::scores::{are_argmax, candidates, ScoreOptions, Scores};
+use crate::scores::{are_argmax, candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
 use crate::tensors::id_lists::Restriction;
 use crate::tensors::transfer;
@@ -21,11 +21,11 @@ use crate::tensors::transfer;
 /// P(v | S) = P(v) / P(S) for v in S, else 0
 /// ```
 ///
-/// A single softmax reads the decoder's rows of the sets alone, and its decoder's gradient is computed for these alone.
-/// A mixture of several softmaxes needs all ids for its log-sum-exps; where it has more than 256 ids in a set, the
-/// log-probabilities of all ids, `[positions, vocab]`, are held. A single softmax with long lists for each position
-/// holds the log-probabilities of the ids that are in any list, `[positions, ids]`; with short lists, on a GPU, their
-/// rows of the decoder, `[positions, ids, d]`. Sets and targets are read on the host, which waits for a GPU.
+/// A single softmax reads the decoder's rows of the allowed ids alone, and computes the decoder's gradient for these
+/// rows alone. With long lists for each position it holds the log-probabilities of the ids that are in any list,
+/// `[positions, ids]`; with short lists, on a GPU, it holds their rows of the decoder, `[positions, ids, d]`. A mixture
+/// of several softmaxes needs all ids for its log-sum-exps; if a set has more than 256 ids, it holds the
+/// log-probabilities of all ids, `[positions, vocab]`. Sets and targets are read on the host, which waits for a GPU.
 ///
 /// # Examples
 ///
@@ -54,12 +54,12 @@ pub struct RestrictedMixture {
 }
 
 impl Mixture {
-    /// The mixture over the allowed ids of each position.
+    /// Restricts each position's distribution to its allowed ids.
     ///
     /// # Errors
     ///
-    /// If an allowed id is not in the vocabulary, or there is not a list for each position. Whether a set is empty is
-    /// an error of the results.
+    /// If an allowed id is not in the vocabulary, or the sets are lists and their number is not that of the positions.
+    /// A set that is empty is an error of the results.
     pub fn restricted(&self, allowed: &AllowedIds) -> Result<RestrictedMixture> {
         let Sizes { positions, vocab, .. } = self.operands().sizes;
         allowed.check_vocab(vocab)?;
@@ -69,13 +69,12 @@ impl Mixture {
 }
 
 impl RestrictedMixture {
-    /// The loss of the targets under the renormalised distribution, as [`Mixture::loss`].
+    /// Computes the loss of the targets under the renormalised distribution, as [`Mixture::loss`] does.
     ///
     /// Label smoothing spreads its mass over the set. It and the z-loss are supported for one set for all positions, if
-    /// targets are not added to it and there is a single softmax without log-priors. Explicit log-priors, those of a mixture
-    /// with K = 1 too, make it a mixture, for which the two are not supported. Whether a target is correct is told among the
-    /// ids of its set. The budget of the workspace is for the passes over all ids; what is computed of the sets is held
-    /// beside it.
+    /// targets are not added to it and there is a single softmax without log-priors. (With explicit log-priors a
+    /// mixture with K = 1 supports neither.) A target is correct if it is the argmax among the ids of its set. The
+    /// budget of the workspace is for the passes over all ids; the log-probabilities of the sets are held beside it.
     ///
     /// # Shapes
     ///
@@ -83,35 +82,37 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::loss`]; [`Error::NotAllowed`](crate::Error::NotAllowed) if a target is not in its set,
-    /// [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty, unless the sets have the option, or the target is
-    /// ignored. [`Error::Unsupported`](crate::Error::Unsupported) for sampled losses, and for the options above.
+    /// The errors are those of [`Mixture::loss`]; [`Error::NotAllowed`](crate::Error::NotAllowed) if a target is not in
+    /// its set, [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty, unless an empty set allows all ids
+    /// ([`AllowedIds::with_empty_as_full`]) or the target is ignored. [`Error::Unsupported`](crate::Error::Unsupported)
+    /// for sampled losses, and for label smoothing and the z-loss except as above.
     ///
     /// # Numerics
     ///
-    /// A target of probability zero has an infinite loss. If all ids of a set have, or one is NaN, the loss of the
-    /// position is NaN, and of no other.
+    /// A target of probability zero has an infinite loss. If all ids of a set have probability zero, or a logit of the
+    /// set is NaN, the loss of this position is NaN; those of other positions are not affected.
     pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let leading = self.mixture.leading();
         let contexts = &self.mixture.operands().contexts;
         let request = Request::new(leading, Some(vocab), contexts, targets, options)?;
-        let with_kernels = [OptionName::LabelSmoothing, OptionName::ZLoss, OptionName::Correct];
-        let is_small = is_single(&self.mixture) && self.allowed.are_shared();
-        request.require("kept sets", if is_small { &with_kernels } else { &[OptionName::Correct] })?;
-        let asked = request.read_ids(vocab)?;
-        // Nothing is computed of an ignored position, whose set may be empty or without a probability.
-        let counted: Vec<u32> = (0u32..).zip(&asked).filter(|(_, id)| id.is_some()).map(|(t, _)| t).collect();
+        let options_of_kernels = [OptionName::LabelSmoothing, OptionName::ZLoss, OptionName::Correct];
+        let is_fused = is_single(&self.mixture) && self.allowed.are_shared();
+        request.check_support("allowed ids", if is_fused { &options_of_kernels } else { &[OptionName::Correct] })?;
+        let target_ids = request.read_ids(vocab)?;
+        // An ignored position takes no part in the computation: its set may be empty, or all ids of it impossible.
+        let counted: Vec<u32> = (0u32..).zip(&target_ids).filter(|(_, id)| id.is_some()).map(|(t, _)| t).collect();
         if counted.is_empty() {
             return self.mixture.loss(targets, options);
         }
-        let ids: Vec<usize> = asked.iter().copied().flatten().collect();
-        let kept = match self.allowed.kept(&ids, 1, counted.iter().map(|&t| t as usize), vocab)? {
+        let ids: Vec<usize> = target_ids.iter().copied().flatten().collect();
+        let restriction = match self.allowed.restriction(&ids, 1, counted.iter().map(|&t| t as usize), vocab)? {
             Restriction::All => return self.mixture.loss(targets, options),
-            Restriction::Shared(ids) if is_single(&self.mixture) => return self.small_loss(&ids, &asked, options),
-            kept => kept,
+            Restriction::Shared(ids) if is_single(&self.mixture) => {
+                return self.gathered_loss(&ids, &target_ids, options);
+            }
+            restriction => restriction,
         };
-        let are_all = counted.len() == positions;
         let mut mixture = self.mixture.select(&counted)?;
         if !options.train {
             mixture = mixture.detach();
@@ -119,45 +120,39 @@ impl RestrictedMixture {
         if options.precision != Precision::Full {
             mixture = mixture.with_precision(options.precision);
         }
-        let rows = SetLogProbs::new(&mixture, &kept, options.workspace_bytes)?;
-        let places = rows.places(&ids, 1)?;
-        // The numbers of all positions, with a zero where one is ignored.
-        let at_all_positions = |numbers: Tensor| -> Result<Tensor> {
-            let numbers = numbers.flatten_all()?;
-            if are_all {
-                return Ok(numbers.reshape(leading)?);
+        let set_log_probs = SetLogProbs::new(&mixture, &restriction, options.workspace_bytes)?;
+        let columns = set_log_probs.columns(&ids, 1)?;
+        // `neg` would make a minus zero.
+        let nll = set_log_probs.log_probs.gather(&columns, 1)?.affine(-1.0, 0.0)?;
+        let nll = zeros_at_ignored(nll.flatten_all()?, &counted, positions)?;
+        let loss = request.loss_from_nll(&nll.reshape(leading)?)?;
+        let scored = ScoreOptions::new().with_is_argmax(options.correct).scored(columns);
+        let loss = match are_argmax(&set_log_probs.log_probs, &scored)? {
+            Some(is_argmax) => {
+                let is_correct = zeros_at_ignored(is_argmax.flatten_all()?, &counted, positions)?;
+                loss.with_is_correct(is_correct.reshape(leading)?)?
             }
-            let mut place_of = vec![counted.len() as u32; positions];
-            counted.iter().enumerate().for_each(|(place, &t)| place_of[t as usize] = place as u32);
-            let zero = Tensor::zeros(1, numbers.dtype(), numbers.device())?;
-            let with_zero = Tensor::cat(&[numbers, zero], 0)?;
-            Ok(with_zero.index_select(&Tensor::new(place_of, with_zero.device())?, 0)?.reshape(leading)?)
-        };
-        // Not `neg`, which makes a minus zero.
-        let nll = rows.log_probs.gather(&places, 1)?.affine(-1.0, 0.0)?;
-        let loss = request.loss_of_nll(&at_all_positions(nll)?)?;
-        let scored = ScoreOptions::new().with_is_argmax(options.correct).scored(places);
-        let loss = match are_argmax(&rows.log_probs, &scored)? {
-            Some(is_argmax) => loss.with_is_correct(at_all_positions(is_argmax)?)?,
             None => loss,
         };
-        Ok(Loss { parts: rows.leaves, ..loss })
+        Ok(Loss { other_decoders: set_log_probs.leaves, ..loss })
     }
 
-    /// The loss of a single softmax over the same ids at all positions.
-    fn small_loss(&self, ids: &[u32], asked: &[Option<usize>], options: &LossOptions) -> Result<Loss> {
+    /// Computes the loss of a single softmax over the same ids at all positions: the loss of a mixture whose decoder
+    /// has the rows of these ids alone.
+    fn gathered_loss(&self, ids: &[u32], target_ids: &[Option<usize>], options: &LossOptions) -> Result<Loss> {
         let device = self.mixture.operands().contexts.device();
-        let (mixture, leaves) = gathered(&self.mixture, ids)?;
-        let targets = places(ids, asked).collect::<Vec<i64>>();
+        let (mixture, leaves) = gathered_softmax(&self.mixture, ids)?;
+        let targets = places(ids, target_ids).collect::<Vec<i64>>();
         let targets = Tensor::from_vec(targets, self.mixture.leading(), device)?;
-        let of_ids = |weights: &Tensor| weights.index_select(&Tensor::new(ids, device)?, 0);
-        let class_weights = options.class_weights.as_ref().map(of_ids).transpose()?;
+        let gather = |weights: &Tensor| weights.index_select(&Tensor::new(ids, device)?, 0);
+        let class_weights = options.class_weights.as_ref().map(gather).transpose()?;
         let ignore_index = options.ignore_index.map(|_| IGNORED);
         let loss = mixture.loss(&targets, &LossOptions { class_weights, ignore_index, ..options.clone() })?;
-        Ok(Loss { parts: leaves, ..loss })
+        Ok(Loss { other_decoders: leaves, ..loss })
     }
 
-    /// Log-probabilities `[.., vocab]` in the dtype of the contexts, minus infinity outside a set. Differentiable.
+    /// Computes log-probabilities `[.., vocab]` in the dtype of the contexts. They are minus infinity outside the sets,
+    /// and differentiable.
     ///
     /// # Shapes
     ///
@@ -165,12 +160,13 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::log_probs`]; [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty and need not be.
+    /// The errors are those of [`Mixture::log_probs`]; [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty
+    /// and an empty set does not allow all ids.
     pub fn log_probs(&self) -> Result<Tensor> {
         self.log_probs_as(self.mixture.operands().contexts.dtype())
     }
 
-    /// Log-probabilities `[.., vocab]` in another dtype, as [`Mixture::log_probs_as`].
+    /// Computes log-probabilities `[.., vocab]` in another dtype, as [`Mixture::log_probs_as`] does.
     ///
     /// # Shapes
     ///
@@ -178,60 +174,66 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`RestrictedMixture::log_probs`] and [`Mixture::log_probs_as`].
+    /// The errors are those of [`RestrictedMixture::log_probs`] and [`Mixture::log_probs_as`].
     pub fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let shape = [self.mixture.leading(), &[vocab]].concat();
-        match self.kept()? {
+        match self.restriction()? {
             Restriction::All => self.mixture.log_probs_as(dtype),
             _ if positions == 0 => self.mixture.log_probs_as(dtype),
             Restriction::Shared(ids) if is_single(&self.mixture) => {
-                let log_probs = gathered(&self.mixture, &ids)?.0.log_probs_as(dtype)?;
-                Ok(expanded(&log_probs.reshape((positions, ids.len()))?, &ids, vocab)?.reshape(shape)?)
+                let log_probs = gathered_softmax(&self.mixture, &ids)?.0.log_probs_as(dtype)?;
+                Ok(expand_columns(&log_probs.reshape((positions, ids.len()))?, &ids, vocab)?.reshape(shape)?)
             }
-            kept => Ok(SetLogProbs::of_all(&self.mixture, &kept)?.expanded(vocab)?.reshape(shape)?.to_dtype(dtype)?),
+            restriction => {
+                let set_log_probs = SetLogProbs::from_all_ids(&self.mixture, &restriction)?;
+                Ok(set_log_probs.all_log_probs(vocab)?.reshape(shape)?.to_dtype(dtype)?)
+            }
         }
     }
 
-    /// The log-probability of given token ids under the renormalised distribution, and its entropy, the mass outside
-    /// these ids and whether an id is the most probable of its set if the options ask for them, as [`Mixture::score`].
-    /// Differentiable.
+    /// Computes the log-probability of given token ids under the renormalised distribution and, if the options ask for
+    /// them, its entropy, the mass outside these ids, and whether an id is the most probable of its set, as
+    /// [`Mixture::score`] does. The scores are differentiable.
     ///
     /// # Shapes
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]`; u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
-    ///   the mass outside `[..]`, in nats
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm
+    ///   of the mass outside `[..]`, in nats
     ///
     /// # Errors
     ///
-    /// As for the targets of [`RestrictedMixture::loss`], or if an option is out of range.
+    /// The errors of the ids are those of the targets of [`RestrictedMixture::loss`]. It is an error too if an option
+    /// is out of range.
     pub fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         options.validate()?;
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let leading = self.mixture.leading();
-        let n = candidates("token_ids", token_ids, leading)?;
-        let asked = read_ids("token_ids", token_ids, None, vocab)?;
+        let n = candidate_count("token_ids", token_ids, leading)?;
+        let candidates = read_ids("token_ids", token_ids, None, vocab)?;
         let device = self.mixture.operands().contexts.device();
-        let ids: Vec<usize> = asked.iter().copied().flatten().collect();
-        match self.allowed.kept(&ids, n, 0..positions, vocab)? {
+        let ids: Vec<usize> = candidates.iter().copied().flatten().collect();
+        match self.allowed.restriction(&ids, n, 0..positions, vocab)? {
             Restriction::All => self.mixture.score(token_ids, options),
             _ if positions == 0 => self.mixture.score(token_ids, options),
             Restriction::Shared(ids) if is_single(&self.mixture) => {
-                let (mixture, leaves) = gathered(&self.mixture, &ids)?;
-                let places = transfer::to_device::<i64>(places(&ids, &asked).collect(), token_ids.shape(), device)?;
+                let (mixture, leaves) = gathered_softmax(&self.mixture, &ids)?;
+                let places =
+                    transfer::to_device::<i64>(places(&ids, &candidates).collect(), token_ids.shape(), device)?;
                 Ok(Scores { leaves, ..mixture.score(&places, options)? })
             }
-            kept => {
-                let rows = SetLogProbs::new(&self.mixture, &kept, options.workspace_bytes)?;
-                let places = rows.places(&ids, n)?;
-                let scores = Scores::of_rows(&rows.log_probs, places, token_ids.dims(), leading, options)?;
-                Ok(Scores { leaves: rows.leaves, ..scores })
+            restriction => {
+                let set_log_probs = SetLogProbs::new(&self.mixture, &restriction, options.workspace_bytes)?;
+                let columns = set_log_probs.columns(&ids, n)?;
+                let shape = token_ids.dims();
+                let scores = Scores::from_rows(&set_log_probs.log_probs, columns, shape, leading, options)?;
+                Ok(Scores { leaves: set_log_probs.leaves, ..scores })
             }
         }
     }
 
-    /// The log-probability of given token ids, see [`RestrictedMixture::score`].
+    /// Computes the log-probability of given token ids; see [`RestrictedMixture::score`].
     ///
     /// # Shapes
     ///
@@ -240,12 +242,12 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`RestrictedMixture::score`].
+    /// The errors are those of [`RestrictedMixture::score`].
     pub fn log_prob(&self, token_ids: &Tensor) -> Result<Tensor> {
         Ok(self.score(token_ids, &ScoreOptions::new())?.log_prob)
     }
 
-    /// The entropy of each position's renormalised distribution in nats, see [`RestrictedMixture::score`].
+    /// Computes the entropy of each position's renormalised distribution in nats; see [`RestrictedMixture::score`].
     ///
     /// # Shapes
     ///
@@ -253,30 +255,43 @@ impl RestrictedMixture {
     ///
     /// # Errors
     ///
-    /// As for [`RestrictedMixture::log_probs`].
+    /// The errors are those of [`RestrictedMixture::log_probs`].
     pub fn entropy(&self) -> Result<Tensor> {
         let shape = [self.mixture.leading(), &[0]].concat();
         let no_ids = Tensor::zeros(shape, DType::U32, self.mixture.operands().contexts.device())?;
         let scores = self.score(&no_ids, &ScoreOptions::new().with_entropy(true))?;
         match scores.entropy {
             Some(entropy) => Ok(entropy),
-            // It was asked for.
+            // The options ask for the entropy, so that there is one.
             None => self.mixture.entropy(),
         }
     }
 
-    /// The sets of all positions, none of which is ignored.
-    pub(super) fn kept(&self) -> Result<Restriction> {
+    /// Returns the restriction at all positions, none of which is ignored.
+    pub(super) fn restriction(&self) -> Result<Restriction> {
         let Sizes { positions, vocab, .. } = self.mixture.operands().sizes;
-        self.allowed.kept(&[], 0, 0..positions, vocab)
+        self.allowed.restriction(&[], 0, 0..positions, vocab)
     }
 }
 
 /// The target of an ignored position.
 const IGNORED: i64 = -1;
 
-/// The places of ids among `ids`.
-fn places<'a>(ids: &'a [u32], asked: &'a [Option<usize>]) -> impl Iterator<Item = i64> + 'a {
+/// Returns the place of each target or candidate among the allowed `ids`.
+fn places<'a>(ids: &'a [u32], required: &'a [Option<usize>]) -> impl Iterator<Item = i64> + 'a {
     let place = |id: usize| ids.binary_search(&(id as u32)).map_or(IGNORED, |place| place as i64);
-    asked.iter().map(move |id| id.map_or(IGNORED, place))
+    required.iter().map(move |id| id.map_or(IGNORED, place))
+}
+
+/// Returns the numbers of all `positions`, from those of the `counted` ones, `[counted]`: an ignored position has a
+/// zero.
+fn zeros_at_ignored(numbers: Tensor, counted: &[u32], positions: usize) -> Result<Tensor> {
+    if counted.len() == positions {
+        return Ok(numbers);
+    }
+    let mut places = vec![counted.len() as u32; positions];
+    counted.iter().enumerate().for_each(|(place, &t)| places[t as usize] = place as u32);
+    let zero = Tensor::zeros(1, numbers.dtype(), numbers.device())?;
+    let with_zero = Tensor::cat(&[numbers, zero], 0)?;
+    Ok(with_zero.index_select(&Tensor::new(places, with_zero.device())?, 0)?)
 }

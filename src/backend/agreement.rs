@@ -1,4 +1,4 @@
-//! What ranks compare before they compute together, so that none waits for a rank that does something else.
+//! Ranks compare what they are about to compute together, so that none waits for a rank that does something else.
 
 use std::hash::{DefaultHasher, Hasher};
 
@@ -8,66 +8,73 @@ use crate::error::{Error, Result};
 /// The calls that all ranks make together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Call {
-    /// The vocabulary is cut.
+    /// The vocabulary is cut into shards.
     Cut,
+    /// A loss is computed.
     Loss,
+    /// The gradients of a loss are computed.
     Backward,
+    /// Token ids are ranked or drawn.
     Decoding,
+    /// A checkpoint is written.
     #[cfg(feature = "distributed")]
     Save,
+    /// The targets of a batch that ranks share are counted.
     #[cfg(feature = "distributed")]
     Count,
+    /// The gradients of a batch that ranks share are added up.
     #[cfg(feature = "distributed")]
     Gradients,
 }
 
-/// A number that stands for an argument.
+/// A number that stands for an argument of a call, and how much it may differ between ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Agreed {
     argument: &'static str,
     value: f64,
-    /// How much the numbers of two ranks may differ.
+    /// The largest difference between two ranks.
     tolerance: f64,
 }
 
 impl Agreed {
-    /// The same on every rank.
+    /// Requires the same number on every rank.
     pub(crate) fn equal(argument: &'static str, value: f64) -> Self {
         Agreed { argument, value, tolerance: 0.0 }
     }
 
-    /// What is hashed, the same on every rank.
+    /// Requires that `hash` hashes the same on every rank.
     pub(crate) fn hashed(argument: &'static str, hash: impl FnOnce(&mut DefaultHasher)) -> Self {
         let mut state = DefaultHasher::new();
         hash(&mut state);
-        // f64 has these bits exactly.
+        // f64 represents so many bits exactly.
         Agreed::equal(argument, (state.finish() >> 12) as f64)
     }
 
-    /// The number.
+    /// Returns the number that stands for the argument.
     #[cfg(feature = "distributed")]
     pub(crate) fn value(&self) -> f64 {
         self.value
     }
 
-    /// The same on every rank but for rounding.
+    /// Requires numbers that differ by `tolerance` at most, as sums do that are rounded differently.
     pub(crate) fn close(argument: &'static str, value: f64, tolerance: f64) -> Self {
         Agreed { argument, value, tolerance }
     }
 
-    /// Of this rank alone.
+    /// Sends a number that each rank chooses for itself, and requires nothing.
     pub(crate) fn own(argument: &'static str, value: f64) -> Self {
         Agreed { argument, value, tolerance: f64::INFINITY }
     }
 }
 
-/// The numbers of a first exchange: as many for each call, as engines expect.
+/// The number of values in a first exchange. It is the same for each call, because engines expect as many from each rank.
 const NUMBERS: usize = 16;
 
-/// What [`Error::Ranks`] names where a rank has an error of its own.
+/// The argument that [`Error::Ranks`] names on the other ranks if a rank has an error of its own.
 pub(crate) const WITHOUT_ERROR: &str = "arguments without an error";
 
-/// The numbers that all ranks send: which call they make, whether they have no error, and numbers of the call.
+/// Sends which call this rank makes, whether it has no error, and the numbers of the call. Returns the values of all ranks
+/// for each of these.
 fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[Agreed]) -> Result<Vec<Vec<f64>>> {
     debug_assert!(numbers.len() + 2 <= NUMBERS);
     let mut sent = vec![call as u8 as f64, f64::from(u8::from(is_ok))];
@@ -77,39 +84,44 @@ fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[A
     Ok((0..NUMBERS).map(|i| all.iter().copied().skip(i).step_by(NUMBERS).collect()).collect())
 }
 
-/// The first element of a list that is not the same on every rank, from a number that stands for each; `None` if the lists
-/// are not of the same length, or do not differ. Every rank calls it, after an error that all of them have.
+/// Returns the index of the first element of a list that is not the same on every rank, from a number that stands for each
+/// element. It is `None` if the lists differ in length, or do not differ. Every rank calls it after an error that all of
+/// them have.
 #[cfg(feature = "distributed")]
-pub(crate) fn first_other(collectives: &dyn Collectives, of_elements: &[f64]) -> Result<Option<usize>> {
-    let n = of_elements.len();
+pub(crate) fn first_other(collectives: &dyn Collectives, elements: &[f64]) -> Result<Option<usize>> {
+    let n = elements.len();
     let lengths = collectives.all_gather(&[n as f64])?;
-    if n == 0 || lengths.iter().any(|of_rank| *of_rank != n as f64) {
+    if n == 0 || lengths.iter().any(|length| *length != n as f64) {
         return Ok(None);
     }
-    let all = collectives.all_gather(of_elements)?;
-    Ok((0..n).find(|&i| all.iter().skip(i).step_by(n).any(|of_rank| *of_rank != all[i])))
+    let all = collectives.all_gather(elements)?;
+    Ok((0..n).find(|&i| all.iter().skip(i).step_by(n).any(|element| *element != all[i])))
 }
 
-/// What this rank's check has found, and the numbers of all ranks; an error on every rank if one of them has found one, if a
-/// number is not the same everywhere, or if a rank makes another call. Every rank calls it with the same names, unless it
-/// has an error.
+/// Returns what this rank's check has found, and the values of all ranks for each number. It is an error on every rank if
+/// one of them has found an error, if a number is not the same everywhere, or if a rank makes another call. Every rank
+/// calls it with the same names, unless it has an error.
 pub(crate) fn agree<T>(
     collectives: &dyn Collectives,
     call: Call,
     checked: Result<T>,
     numbers: &[Agreed],
 ) -> Result<(T, Vec<Vec<f64>>)> {
-    let mut of_ranks = exchange(collectives, call, checked.is_ok(), numbers)?;
+    let mut exchanged = exchange(collectives, call, checked.is_ok(), numbers)?;
     let checked = checked?;
-    let of_calls = [Agreed::equal("the call", 0.0), Agreed::equal(WITHOUT_ERROR, 0.0)];
-    for (number, of_ranks) in of_calls.iter().chain(numbers).zip(&of_ranks) {
-        let is_same = |of_rank: f64| match of_ranks[0] {
-            first if first.is_nan() => of_rank.is_nan(),
-            first => of_rank == first || (of_rank - first).abs() <= number.tolerance,
+    let call_numbers = [Agreed::equal("the call", 0.0), Agreed::equal(WITHOUT_ERROR, 0.0)];
+    for (number, values) in call_numbers.iter().chain(numbers).zip(&exchanged) {
+        let first = values[0];
+        let is_same = |value: f64| {
+            if first.is_nan() {
+                value.is_nan()
+            } else {
+                value == first || (value - first).abs() <= number.tolerance
+            }
         };
-        if number.tolerance.is_finite() && !of_ranks.iter().copied().all(is_same) {
-            return Err(Error::Ranks { argument: number.argument, element: None, values: of_ranks.clone() });
+        if number.tolerance.is_finite() && !values.iter().copied().all(is_same) {
+            return Err(Error::Ranks { argument: number.argument, element: None, values: values.clone() });
         }
     }
-    Ok((checked, of_ranks.split_off(of_calls.len())))
+    Ok((checked, exchanged.split_off(call_numbers.len())))
 }

@@ -1,4 +1,4 @@
-//! What the ranks of a distributed program compute together.
+//! The operations that the ranks of a distributed program run together, on numbers of the host or on tensors.
 
 use std::fmt;
 
@@ -17,14 +17,14 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug)]
 pub enum Numbers<'a> {
-    /// In single precision.
+    /// Numbers in single precision.
     F32(&'a mut [f32]),
-    /// In double precision.
+    /// Numbers in double precision.
     F64(&'a mut [f64]),
 }
 
 impl Numbers<'_> {
-    /// How many bytes the numbers take.
+    /// Returns how many bytes the numbers take.
     pub fn bytes(&self) -> usize {
         match self {
             Numbers::F32(numbers) => size_of_val(*numbers),
@@ -38,8 +38,8 @@ impl Numbers<'_> {
 /// order; an operation returns when the others have called it. Operations follow one another, but not all are called by
 /// the same thread.
 ///
-/// With the feature `mpi`, `Mpi` is one, for MPI; with `nccl`, `Nccl`, for GPUs of NVIDIA's. Another engine implements this
-/// trait.
+/// The feature `mpi` has `Mpi`, an engine for MPI; the feature `nccl` has `Nccl`, an engine for NVIDIA's GPUs. Another
+/// engine implements this trait.
 ///
 /// # Examples
 ///
@@ -91,10 +91,10 @@ impl Numbers<'_> {
 /// # }
 /// ```
 pub trait Collectives: fmt::Debug + Send + Sync {
-    /// The number of this rank, from 0 on.
+    /// Returns the number of this rank, from 0 on.
     fn rank(&self) -> usize;
 
-    /// How many ranks there are.
+    /// Returns how many ranks there are.
     fn ranks(&self) -> usize;
 
     /// Replaces each number by the sum over all ranks. Every rank gets the same bits.
@@ -104,8 +104,8 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     /// If the engine fails.
     fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()>;
 
-    /// The sum of a tensor over all ranks. Every rank gets the same bits. An engine that adds up in the memory of a
-    /// device overrides it; otherwise the numbers are copied to the host and back.
+    /// Computes the sum of a tensor over all ranks. Every rank gets the same bits. An engine that adds up in the memory of
+    /// a device overrides it; otherwise the numbers are copied to the host and back.
     ///
     /// # Shapes
     ///
@@ -133,7 +133,7 @@ pub trait Collectives: fmt::Debug + Send + Sync {
         }
     }
 
-    /// The numbers of all ranks, one rank after the other.
+    /// Returns the numbers of all ranks, one rank after the other.
     ///
     /// # Errors
     ///
@@ -148,7 +148,7 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()>;
 }
 
-/// Checks the number of a rank.
+/// Checks that there is a rank of this number.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(crate) fn check_rank(argument: &'static str, rank: usize, ranks: usize) -> Result<()> {
     if rank < ranks {

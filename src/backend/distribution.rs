@@ -1,4 +1,5 @@
-//! The distribution of a position over the vocabulary, read tile by tile, and queries of it.
+//! The distribution of a position over the vocabulary, which is read tile by tile, and the queries that read it. Decoding
+//! is made of such queries, so that no device holds a tensor of all log-probabilities for it.
 
 use std::cmp::Ordering;
 
@@ -9,11 +10,12 @@ use crate::error::{Error, Result};
 
 /// A type that log-probabilities are computed in.
 pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
+    /// Converts the number to f64.
     fn f64(self) -> f64 {
         candle_core::WithDType::to_f64(self)
     }
 
-    /// As what ranks add up.
+    /// Wraps numbers of this type for the collective operations of ranks.
     fn numbers(values: &mut [Self]) -> Numbers<'_>;
 }
 
@@ -29,31 +31,34 @@ impl Real for f64 {
     }
 }
 
-/// Number of ids in a tile of a distribution.
+/// The number of ids in a tile of a distribution.
 pub(crate) const TILE: usize = 512;
 
 /// The distribution of one position over the vocabulary, computed tile by tile on demand.
 pub(crate) trait Distribution<F>: Sync {
+    /// Returns the number of ids.
     fn vocab(&self) -> usize;
-    /// Why it is no distribution, if it is none.
+    /// Returns why the numbers are no distribution, if they are none.
     fn defect(&self) -> Option<Defect>;
-    /// The log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They may be
-    /// written to `buffer`. Values below `floor` may be returned as minus infinity.
+    /// Returns the log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They
+    /// may be written to `buffer`. Values below `floor` may be returned as minus infinity.
     fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
-    /// What the logits of a single softmax exceed its log-probabilities by, if it is known.
+    /// Returns the log-sum-exp of the logits, which is the difference between a logit and its log-probability. It is
+    /// `None` if there are several components, or if it has not been computed.
     fn logit_offset(&self) -> Option<F>;
 
+    /// Returns the number of tiles.
     fn tiles(&self) -> usize {
         self.vocab().div_ceil(TILE)
     }
 
-    /// Checks that it is a distribution.
+    /// Checks that the numbers are a distribution.
     fn check(&self, position: usize) -> Result<()> {
         self.defect().map_or(Ok(()), |defect| Err(defect.at(position)))
     }
 }
 
-/// Why numbers are no distribution.
+/// The reason why numbers are no distribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Defect {
     /// A number is NaN or plus infinity.
@@ -63,6 +68,7 @@ pub(crate) enum Defect {
 }
 
 impl Defect {
+    /// Returns the error of a position with this defect.
     pub(crate) fn at(self, position: usize) -> Error {
         match self {
             Defect::NotFinite => Error::Distribution { position },
@@ -73,18 +79,20 @@ impl Defect {
 
 /// A query of the distribution of each position.
 pub(crate) trait Visit: Sync {
+    /// The answer for one position.
     type Output: Send;
 
-    /// Whether it asks for [`Distribution::logit_offset`].
+    /// Returns whether the query reads [`Distribution::logit_offset`].
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     fn needs_logits(&self) -> bool {
         false
     }
 
+    /// Answers the query for one position.
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
 
-    /// The answers of positions that are visited in parallel. Of several errors it returns the first position's, in
-    /// whatever order the threads find them.
+    /// Collects the answers of positions that are visited in parallel. If several are errors, it returns the first
+    /// position's, in whatever order the threads find them.
     fn answers(answers: impl ParallelIterator<Item = Result<Self::Output>>) -> Result<Vec<Self::Output>> {
         answers.collect::<Vec<_>>().into_iter().collect()
     }
@@ -97,10 +105,12 @@ pub(crate) struct Computed<'a, F> {
 }
 
 impl<'a, F> Computed<'a, F> {
+    /// Makes the distribution with these log-probabilities, whose logits are unknown.
     pub(crate) fn new(log_probs: &'a [F]) -> Self {
         Computed { log_probs, logit_offset: None }
     }
 
+    /// Sets the log-sum-exp of the logits, if there is a single component.
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     pub(crate) fn with_logit_offset(self, logit_offset: Option<F>) -> Self {
         Computed { logit_offset, ..self }

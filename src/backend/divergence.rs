@@ -1,4 +1,5 @@
-//! Divergences of a student's distributions from a teacher's, and their computation from candle's operations.
+//! Divergences of a student's distributions from a teacher's (Agarwal et al., arXiv 2306.13649), and their computation
+//! from candle's operations, which serves GPUs. The CPU has its own (`cpu/objective/divergence.rs`).
 
 use candle_core::{DType, Tensor, D};
 use candle_nn::ops::log_softmax;
@@ -37,17 +38,18 @@ pub enum Divergence {
     JensenShannon(f64),
 }
 
-/// What a divergence of rows of log-probabilities depends on besides these.
+/// The divergence of rows of log-probabilities, without these rows.
 #[derive(Clone, Debug)]
 pub(crate) struct DivergenceTerms {
     pub(crate) divergence: Divergence,
-    /// Of both distributions
+    /// The temperature of both distributions.
     pub(crate) temperature: f64,
-    /// `[n]`, in the accumulation dtype: the factor of each row's derivatives
+    /// `[n]`, in the accumulation dtype: the factor of each row's derivatives.
     pub(crate) scales: Tensor,
 }
 
-/// The divergence of each row of log-probabilities `[n, vocab]`, `[n]`, and its derivatives by these, times the scales.
+/// Computes the divergence of each row of log-probabilities `[n, vocab]`, `[n]`, and its derivatives by these, times the
+/// scales.
 pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
     let &DivergenceTerms { divergence, temperature, ref scales } = terms;
     let is_tempered = temperature != 1.0;
@@ -58,17 +60,17 @@ pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &Diverge
     let (terms, slopes) = terms_of(divergence, &log_t, &log_q, &q)?;
     let scales = scales.unsqueeze(1)?;
     let derivatives = if is_tempered {
-        let of_all = q.broadcast_mul(&slopes.sum_keepdim(D::Minus1)?)?;
-        (slopes - of_all)?.broadcast_mul(&(scales / temperature)?)?
+        let normalisation = q.broadcast_mul(&slopes.sum_keepdim(D::Minus1)?)?;
+        (slopes - normalisation)?.broadcast_mul(&(scales / temperature)?)?
     } else {
         slopes.broadcast_mul(&scales)?
     };
     Ok((not_negative(&terms.sum(D::Minus1)?)?, derivatives))
 }
 
-/// What each outcome adds to the divergence, and its derivative by the student's log-probability, up to a constant times
-/// the probability, from the log-probabilities of teacher and student and from the student's probabilities `q`: zero
-/// where an outcome does not count.
+/// Computes each outcome's term of the divergence, and the derivative of the divergence by the student's log-probability
+/// of the outcome, up to a constant times the probability. The operands are the log-probabilities of teacher and student,
+/// and the student's probabilities `q`, which are zero where an outcome does not count.
 pub(crate) fn terms_of(divergence: Divergence, log_t: &Tensor, log_q: &Tensor, q: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok(match divergence {
         Divergence::ForwardKl => {
@@ -81,30 +83,30 @@ pub(crate) fn terms_of(divergence: Divergence, log_t: &Tensor, log_q: &Tensor, q
         }
         Divergence::JensenShannon(beta) => {
             let log_m = log_mixture(log_t, log_q, beta)?;
-            let of_teacher = weighted(&log_t.exp()?, &(log_t - &log_m)?)?;
-            let of_student = (weighted(q, &(log_q - &log_m)?)? * (1.0 - beta))?;
-            (((of_teacher * beta)? + &of_student)?, of_student)
+            let teacher_terms = weighted(&log_t.exp()?, &(log_t - &log_m)?)?;
+            let student_terms = (weighted(q, &(log_q - &log_m)?)? * (1.0 - beta))?;
+            (((teacher_terms * beta)? + &student_terms)?, student_terms)
         }
     })
 }
 
-/// Values that rounding has not moved below zero; NaN stays NaN.
+/// Replaces values that rounding has moved below zero by zero; NaN stays NaN.
 pub(crate) fn not_negative(values: &Tensor) -> Result<Tensor> {
     Ok(values.lt(0.0)?.where_cond(&values.zeros_like()?, values)?)
 }
 
-/// `probability x`, and zero for a probability of zero.
+/// Computes `probability x`, which is zero for a probability of zero, whatever `x` is.
 pub(crate) fn weighted(probability: &Tensor, x: &Tensor) -> Result<Tensor> {
     let is_zero = probability.eq(0.0)?;
     Ok(is_zero.where_cond(&probability.zeros_like()?, &(probability * x)?)?)
 }
 
-/// `log(beta T + (1 - beta) Q)`
+/// Computes `log(beta T + (1 - beta) Q)`.
 fn log_mixture(log_t: &Tensor, log_q: &Tensor, beta: f64) -> Result<Tensor> {
     log_add(&(log_t + beta.ln())?, &(log_q + (1.0 - beta).ln())?)
 }
 
-/// `log(e^a + e^b)`
+/// Computes `log(e^a + e^b)`.
 pub(crate) fn log_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let largest = a.maximum(b)?;
     // Where both are minus infinity, so is the sum.
@@ -113,7 +115,7 @@ pub(crate) fn log_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok((sum.log()? + reference)?)
 }
 
-/// A number below every log-probability that matters.
+/// Returns a number below every log-probability that matters.
 fn least(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => -1e300,

@@ -2,7 +2,8 @@
 //! for.
 //!
 //! [`contract`] defines the operations of a backend, [`plan`] cuts the work into chunks, and [`schedule`] orders the
-//! steps of a chunk. `cpu` and `gpu` implement them, the latter through `cuda` or `metal`.
+//! steps of a chunk. `cpu` and `gpu` implement them; `gpu` launches its kernels through `cuda` or `metal`. Each function
+//! of this file is an operation of [`Backend`], which documents it.
 
 pub(crate) mod agreement;
 pub(crate) mod collectives;
@@ -51,12 +52,12 @@ macro_rules! on_device {
             }
             #[cfg(feature = "cuda")]
             device @ Device::Cuda(_) => {
-                let $backend = gpu::On(cuda::Cuda::from_device(device)?);
+                let $backend = gpu::GpuBackend(cuda::Cuda::from_device(device)?);
                 $call
             }
             #[cfg(feature = "metal")]
             device @ Device::Metal(_) => {
-                let $backend = gpu::On(metal::Metal::from_device(device)?);
+                let $backend = gpu::GpuBackend(metal::Metal::from_device(device)?);
                 $call
             }
             #[allow(unreachable_patterns)] // unreachable with both features
@@ -65,7 +66,7 @@ macro_rules! on_device {
     };
 }
 
-/// The error for a device that this build has no kernels for.
+/// Returns the error for a device that this build has no kernels for.
 fn unsupported(device: &Device) -> Error {
     let mut expected = vec!["Cpu"];
     expected.extend(cfg!(feature = "cuda").then_some("Cuda"));

@@ -43,14 +43,16 @@ pub enum Precision {
     Bf16Products,
 }
 
+/// The sizes of a mixture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
-    /// Number of positions: the product of the leading dimensions of the hidden states.
+    /// The number of positions: the product of the leading dimensions of the hidden states.
     pub(crate) positions: usize,
-    /// Number of components, K.
+    /// The number of components, K.
     pub(crate) components: usize,
-    /// Size of a context: d, or with an adapter d + r.
+    /// The size of a context: d, or with an adapter d + r.
     pub(crate) context_dim: usize,
+    /// The number of ids.
     pub(crate) vocab: usize,
 }
 
@@ -60,16 +62,16 @@ pub(crate) struct Sizes {
 #[derive(Clone, Debug)]
 pub(crate) struct Operands {
     pub(crate) sizes: Sizes,
-    /// `[positions, K, context_dim]`
+    /// `[positions, K, context_dim]`.
     pub(crate) contexts: Tensor,
-    /// `[positions, K]`, in the accumulation dtype
+    /// `[positions, K]`, in the accumulation dtype.
     pub(crate) log_priors: Option<Tensor>,
     /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax appends a row for each
     /// target outside its vocabulary ([`TargetLoss::own_shifts`]).
     pub(crate) weight: Tensor,
     /// `[vocab, r]`: columns to the right of the weight's. The decoder is `[W B]`, which nothing concatenates.
     pub(crate) adapter: Option<Tensor>,
-    /// `[rows of the weight]`, in the accumulation dtype
+    /// `[rows of the weight]`, in the accumulation dtype.
     pub(crate) bias: Option<Tensor>,
     pub(crate) logit_scale: f64,
     pub(crate) softcap: Option<f64>,
@@ -77,28 +79,28 @@ pub(crate) struct Operands {
 }
 
 impl Operands {
-    /// The operands of some positions.
-    pub(crate) fn of_positions(&self, positions: &Range<usize>) -> Result<Self> {
-        let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
+    /// Returns the operands of these positions alone.
+    pub(crate) fn narrow(&self, positions: &Range<usize>) -> Result<Self> {
+        let narrow = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
         Ok(Operands {
             sizes: Sizes { positions: positions.len(), ..self.sizes },
-            contexts: of(&self.contexts)?,
-            log_priors: self.log_priors.as_ref().map(of).transpose()?,
+            contexts: narrow(&self.contexts)?,
+            log_priors: self.log_priors.as_ref().map(narrow).transpose()?,
             ..self.clone()
         })
     }
 
-    /// Whether they are a single softmax without a log-prior.
+    /// Returns whether the mixture is a single softmax without a log-prior.
     pub(crate) fn is_single(&self) -> bool {
         self.sizes.components == 1 && self.log_priors.is_none()
     }
 
-    /// The number of rows of the weight: the vocabulary, and the targets outside it.
+    /// Returns the number of rows of the weight: the vocabulary, and the targets outside it.
     pub(crate) fn weight_rows(&self) -> Result<usize> {
         Ok(self.weight.dim(0)?)
     }
 
-    /// The weight as it is stored, and whether it is stored as its transpose `[d, vocab]`.
+    /// Returns the weight as it is stored, and whether it is stored as its transpose `[d, vocab]`.
     pub(crate) fn stored_weight(&self) -> Result<(Tensor, bool)> {
         if self.weight.is_contiguous() {
             Ok((self.weight.clone(), false))
@@ -107,13 +109,13 @@ impl Operands {
         }
     }
 
-    /// The columns of the decoder that are the adapter's.
+    /// Returns the columns of the decoder that are the adapter's.
     pub(crate) fn adapter_columns(&self) -> Result<Range<usize>> {
         Ok(self.weight.dim(1)?..self.sizes.context_dim)
     }
 }
 
-/// Which operands need a gradient.
+/// The operands that need a gradient.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct NeedsGrad {
     pub(crate) contexts: bool,
@@ -124,17 +126,18 @@ pub(crate) struct NeedsGrad {
 }
 
 impl NeedsGrad {
+    /// Returns whether any operand needs a gradient.
     pub(crate) fn any(self) -> bool {
         self.contexts || self.log_priors || self.decoder()
     }
 
-    /// Whether the weight, the adapter or the bias needs one.
+    /// Returns whether the weight, the adapter or the bias needs a gradient.
     pub(crate) fn decoder(self) -> bool {
         self.weight || self.adapter || self.bias
     }
 }
 
-/// The dtype in which tensors of `dtype` are computed; an unsupported dtype is an error that names `argument`.
+/// Returns the dtype in which tensors of `dtype` are computed; an unsupported dtype is an error that names `argument`.
 pub(crate) fn accumulation_dtype(argument: &'static str, dtype: DType) -> Result<DType> {
     match dtype {
         DType::F16 | DType::BF16 | DType::F32 => Ok(DType::F32),

@@ -9,47 +9,49 @@ use crate::error::{Error, Result};
 /// The default budgets, in bytes or rows of logits, chosen by measurement (see `docs/measurements.md`).
 #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
 pub(super) mod default {
-    /// Minimum default budget on the CPU for what a chunk's rows need.
+    /// The least bytes of a chunk's rows for which the default budget on the CPU has room.
     pub(in crate::backend) const CPU_BYTES: usize = 32 << 20;
-    /// The default budget on the CPU also holds chunks of this many rows. Each chunk reads the whole decoder and adds
+    /// The rows of a chunk for which the default budget on the CPU has room. Each chunk reads the whole decoder and adds
     /// to its whole gradient, which is costly with fewer rows.
     pub(in crate::backend) const CPU_ROWS: usize = 480;
-    /// For the most probable ids of many rows, which have no gradient: half as many take hardly longer.
+    /// The rows of a chunk that ranks ids and has no gradient: chunks of half as many rows take hardly longer.
     pub(in crate::backend) const CPU_ROWS_OF_RANKING: usize = 240;
-    /// On a tile unit, which multiplies faster than memory provides the gradient. Its exponentials take half the bytes.
+    /// The rows of a chunk on a tile unit, which multiplies faster than memory provides the gradient. Its exponentials take
+    /// half the bytes.
     pub(in crate::backend) const CPU_ROWS_OF_TILES: usize = 768;
-    /// Maximum rows of a chunk on the CPU if it keeps no logits: its contexts stay in a cache while the decoder passes.
+    /// The most rows of a chunk on the CPU if it keeps no logits: its contexts stay in a cache while the decoder passes.
     pub(in crate::backend) const CPU_ROWS_WITHOUT_LOGITS: usize = 768;
-    /// Bytes of a chunk's logits on a GPU, which then stay in a second-level cache of 50 MiB.
+    /// The bytes of a chunk's logits on a GPU, which then stay in a second-level cache of 50 MiB.
     pub(in crate::backend) const GPU_LOGITS: usize = 32 << 20;
 }
 
 /// The workspace that a backend needs, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Needs {
-    /// For each position of a chunk: its rows of logits and the buffers that go with them.
+    /// The bytes of each position of a chunk: its rows of logits and the buffers that go with them.
     pub(crate) per_position: usize,
-    /// What a chunk of any size needs.
+    /// The bytes of a chunk of any size.
     pub(crate) fixed: usize,
-    /// For each thread of the host that computes.
+    /// The bytes of each thread of the host that computes.
     pub(crate) per_thread: usize,
-    /// The budget if none is given, raised if a single position needs more.
+    /// The budget if the caller gives none; it is raised if a single position needs more.
     pub(crate) default_budget: usize,
     /// The most positions of a chunk; larger chunks are not faster.
     pub(crate) most_positions: usize,
+    /// Whether the workspace holds a chunk's logits.
     pub(crate) keeps_logits: bool,
     pub(super) computation: Computation,
     pub(crate) kernels: Kernels,
-    /// How many threads the host has. Fewer compute if the budget is too small for the workspace of all.
+    /// The number of threads of the host. Fewer compute if the budget is too small for the workspace of all.
     pub(crate) threads: usize,
 }
 
 /// The computation that serves a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Computation {
-    /// The CPU's `one_pass`: one exponential per logit.
+    /// The CPU's `one_pass`, which computes one exponential per logit.
     OnePass,
-    /// The CPU's `two_pass`, and every GPU: logits, then their gradient in their place.
+    /// The CPU's `two_pass`, and every GPU's, which compute logits, and then their gradient in place of the logits.
     TwoPasses,
 }
 
@@ -93,8 +95,8 @@ pub enum Kernels {
 }
 
 impl Kernels {
-    /// Kernels whose products of bf16 a tile unit computes.
-    pub(crate) const OF_TILES: [Kernels; 2] = [Kernels::Amx, Kernels::Avx512Bf16];
+    /// The kernels whose products of bf16 a tile unit computes.
+    pub(crate) const WITH_TILES: [Kernels; 2] = [Kernels::Amx, Kernels::Avx512Bf16];
 }
 
 impl fmt::Display for Kernels {
@@ -103,7 +105,7 @@ impl fmt::Display for Kernels {
     }
 }
 
-/// How a loss is computed: its chunks and its workspace. Returned by [`MixtureLayer::plan`](crate::MixtureLayer::plan);
+/// The plan of a loss: its chunks and its workspace. [`MixtureLayer::plan`](crate::MixtureLayer::plan) returns it, and
 /// `Display` prints a summary.
 ///
 /// All components of a position are in one chunk, because a responsibility depends on every component.
@@ -180,13 +182,13 @@ impl Plan {
         })
     }
 
-    /// The plan with smaller chunks.
+    /// Returns the plan with smaller chunks.
     pub(crate) fn with_positions_per_chunk(self, positions: usize) -> Self {
         let components = self.rows_per_chunk.checked_div(self.positions_per_chunk).unwrap_or(0);
         Plan { positions_per_chunk: positions, rows_per_chunk: positions * components, ..self }
     }
 
-    /// The chunks, as ranges of positions.
+    /// Returns the chunks, as ranges of positions.
     pub(crate) fn chunks(&self) -> impl Iterator<Item = Range<usize>> {
         let (positions, step) = (self.positions, self.positions_per_chunk.max(1));
         (0..positions).step_by(step).map(move |first| first..positions.min(first + step))

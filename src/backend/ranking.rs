@@ -1,4 +1,5 @@
-//! The `n` most probable ids of a distribution, in one pass over its tiles.
+//! The ranking of a distribution's ids: the `n` most probable ones, in one pass over its tiles. The CPU's one pass ranks
+//! logits with the same [`Ranking`] while they are computed.
 
 use std::cmp::Ordering;
 
@@ -11,25 +12,25 @@ use crate::error::Result;
 /// The log-probability of a token id, and the id.
 pub(crate) type Ranked<F> = (F, u32);
 
-/// Orders descending by log-probability; ties go to the lower id.
+/// Compares two ids for a descending order of log-probability; ties go to the lower id.
 pub(crate) fn order<F: Real>(a: &Ranked<F>, b: &Ranked<F>) -> Ordering {
     b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
 }
 
-/// The `n` most probable ids with their log-probabilities, in descending order.
+/// Finds the `n` most probable ids with their log-probabilities, in descending order.
 pub(crate) fn top_k<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Vec<Ranked<F>> {
     let n = n.min(distribution.vocab());
     let tiles = distribution.tiles();
-    let part = tiles.div_ceil(rayon::current_num_threads()).max(LEAST_TILES);
-    let candidates = (0..tiles).into_par_iter().step_by(part).map(|first| {
-        let (mut candidates, mut buffer) = (Ranking::new(n), Vec::new());
-        for tile in first..tiles.min(first + part) {
-            let floor = candidates.floor.unwrap_or_else(F::neg_infinity);
-            candidates.add((tile * TILE) as u32, distribution.tile(tile, floor, &mut buffer));
+    let task_tiles = tiles.div_ceil(rayon::current_num_threads()).max(LEAST_TILES);
+    let entries = (0..tiles).into_par_iter().step_by(task_tiles).map(|first| {
+        let (mut ranking, mut buffer) = (Ranking::new(n), Vec::new());
+        for tile in first..tiles.min(first + task_tiles) {
+            let floor = ranking.floor.unwrap_or_else(F::neg_infinity);
+            ranking.add((tile * TILE) as u32, distribution.tile(tile, floor, &mut buffer));
         }
-        candidates.entries
+        ranking.entries
     });
-    let mut ranked: Vec<Ranked<F>> = candidates.flatten_iter().collect();
+    let mut ranked: Vec<Ranked<F>> = entries.flatten_iter().collect();
     ranked.sort_unstable_by(order);
     ranked.truncate(n);
     ranked
@@ -49,7 +50,8 @@ impl Visit for TopKQuery {
     }
 }
 
-/// The best ids of all positions and their log-probabilities, `[positions, k]`, in u32 and `dtype`.
+/// Makes tensors `[positions, k]` of the most probable ids that were `found` at all positions, in u32, and of their
+/// log-probabilities, in `dtype`.
 pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device: &Device) -> Result<(Tensor, Tensor)> {
     let shape = (found.len(), k);
     if found.is_empty() {
@@ -61,23 +63,25 @@ pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device:
     Ok((Tensor::from_vec(ids, shape, device)?, log_probs))
 }
 
-/// Minimum number of tiles per parallel task, so that the work repays its overhead.
+/// The least number of tiles per parallel task, so that the work repays its overhead.
 const LEAST_TILES: usize = 4;
 
-/// The best ids so far, and others that are not yet ranked.
+/// The `n` most probable ids among those that have been added. They stand among other entries, which have not been ranked
+/// yet.
 pub(crate) struct Ranking<F> {
     n: usize,
     entries: Vec<Ranked<F>>,
-    /// The n-th best log-probability when the entries were last ranked.
+    /// The n-th largest log-probability when the entries were last ranked.
     floor: Option<F>,
 }
 
 impl<F: Real> Ranking<F> {
+    /// Makes a ranking of the `n` most probable ids, without entries.
     pub(crate) fn new(n: usize) -> Self {
         Ranking { n, entries: Vec::new(), floor: None }
     }
 
-    /// Number of entries collected before they are ranked.
+    /// Returns the number of entries that are collected before they are ranked.
     pub(crate) fn capacity(n: usize) -> usize {
         (2 * n).max(64)
     }
@@ -104,7 +108,8 @@ impl<F: Real> Ranking<F> {
         }
     }
 
-    /// Keeps the `n` best entries; returns the log-probability of the last one if there are so many.
+    /// Drops all entries but the `n` most probable ones, and returns the log-probability of the last of these. It returns
+    /// `None`, and drops nothing, while fewer have been added.
     pub(crate) fn settle(&mut self) -> Option<F> {
         if self.entries.len() >= self.n {
             self.rank();
@@ -112,18 +117,18 @@ impl<F: Real> Ranking<F> {
         self.floor
     }
 
-    /// Whether an id with this log-probability, higher than those added before, may be among the best. A tie goes to the
-    /// lower id.
+    /// Returns whether an id with this log-probability may be among the `n` most probable ones. It is higher than those
+    /// added before, so that a tie goes to these.
     pub(crate) fn has_place(&self, log_prob: F) -> bool {
         self.floor.is_none_or(|floor| log_prob > floor)
     }
 
-    /// The entries, in no order: the best ones, and others that are not yet ranked.
+    /// Returns the entries, in no order: the `n` most probable ids, and others that have not been ranked yet.
     pub(crate) fn entries(&self) -> &[Ranked<F>] {
         &self.entries
     }
 
-    /// Keeps the `n` best entries, of as many at least.
+    /// Drops all entries but the `n` most probable ones. There are at least `n`.
     fn rank(&mut self) {
         let last = self.n - 1;
         self.entries.select_nth_unstable_by(last, order);
@@ -132,7 +137,7 @@ impl<F: Real> Ranking<F> {
     }
 }
 
-/// Number of ids that are compared with the floor together.
+/// The number of ids that are compared with the floor together.
 const BLOCK: usize = 64;
 
 #[cfg(test)]
@@ -145,7 +150,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_best_ids_match_a_full_sort(
+        fn the_most_probable_ids_match_a_full_sort(
             values in proptest::collection::vec((0u8..40).prop_map(|x| f32::from(x) / 4.0), 1..3000),
             n in 1usize..200,
         ) {
@@ -165,13 +170,13 @@ mod tests {
 
     #[test]
     fn the_first_position_with_an_error_is_named_whichever_thread_finds_one_first() {
-        let of_position = |position: usize| {
+        let visit_position = |position: usize| {
             if position == 0 {
                 std::thread::sleep(std::time::Duration::from_millis(20));
             }
             Err(Error::Distribution { position })
         };
-        let answers = TopKQuery::answers((0..64usize).into_par_iter().map(of_position));
+        let answers = TopKQuery::answers((0..64usize).into_par_iter().map(visit_position));
         assert!(matches!(answers, Err(Error::Distribution { position: 0 })), "{answers:?}");
     }
 }

@@ -6,31 +6,33 @@ use crate::backend::operands::NeedsGrad;
 use crate::backend::plan::Plan;
 use crate::error::Result;
 
-/// The steps of a loss on a device, each for the chunk that has the given `positions`. The implementation accumulates
-/// the results. It may compute a product as soon as its operands are known: the CPU multiplies the exponentials of a
-/// tile by the decoder while both are in the cache, in `logits`.
+/// The steps of a loss on a device, each for the chunk that has the given `positions`. An implementation accumulates
+/// the results. It may compute a product as soon as its operands are known: the CPU's `OnePass` multiplies the
+/// exponentials of a tile by the decoder in `first_product`, while both are in the cache.
 pub(super) trait Steps {
-    /// First product: the logits of all rows of the chunk, and the log-sum-exp of each row.
-    fn logits(&mut self, positions: Range<usize>) -> Result<()>;
-    /// The loss of each position and, if gradients are needed, the gradient of its logits, written over them.
-    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()>;
-    /// Second product: the gradient of the chunk's contexts.
+    /// Computes the first product, the logits of the chunk's rows, and the log-sum-exp of each row.
+    fn first_product(&mut self, positions: Range<usize>) -> Result<()>;
+    /// Computes the objective of each position and, if gradients are needed, those of the logits and the log-priors.
+    /// The logits' gradient replaces the logits, or is left as factors of their exponentials.
+    fn objective(&mut self, positions: Range<usize>) -> Result<()>;
+    /// Computes the second product, the gradient of the chunk's contexts, or what is missing of it.
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()>;
-    /// Third product: the chunk's contribution to the gradients of the decoder.
+    /// Computes the third product, and adds it to the gradients of the decoder.
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()>;
 
-    /// Three matrix products are the minimum of an exact method; the loss alone needs only the first.
+    /// Runs the steps of all chunks. An exact method needs at least these three matrix products; the loss alone needs
+    /// only the first.
     fn run_loss(&mut self, plan: &Plan, needs_grad: NeedsGrad) -> Result<()> {
         for positions in plan.chunks() {
-            self.logits(positions.clone())?;
-            self.loss_rows(positions.clone())?;
-            self.gradients_of_rows(positions, needs_grad)?;
+            self.first_product(positions.clone())?;
+            self.objective(positions.clone())?;
+            self.chunk_gradients(positions, needs_grad)?;
         }
         Ok(())
     }
 
-    /// The second and third product of a chunk.
-    fn gradients_of_rows(&mut self, positions: Range<usize>, needs_grad: NeedsGrad) -> Result<()> {
+    /// Runs those steps of a chunk that compute gradients which are needed, once its objective is known.
+    fn chunk_gradients(&mut self, positions: Range<usize>, needs_grad: NeedsGrad) -> Result<()> {
         if needs_grad.contexts {
             self.context_gradient(positions.clone())?;
         }

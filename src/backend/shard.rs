@@ -1,4 +1,4 @@
-//! The part of a vocabulary that a rank has, and what the ranks of a call must agree on.
+//! The shard of a vocabulary that a rank has, and the checks that ranks make together before a call.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::backend::plan::Plan;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_vocab;
 
-/// The token ids of which a rank has the decoder's rows: consecutive ones, the first rank's first.
+/// The token ids whose rows of the decoder a rank has. They are consecutive, and ascend with the ranks.
 ///
 /// # Examples
 ///
@@ -26,7 +26,7 @@ use crate::tensors::checks::check_vocab;
 #[derive(Clone, Debug)]
 pub struct VocabShard {
     collectives: Arc<dyn Collectives>,
-    /// `[ranks + 1]`: the first id of each rank, and the size of the vocabulary
+    /// `[ranks + 1]`: the first id of each rank, and the size of the vocabulary.
     starts: Vec<usize>,
 }
 
@@ -52,14 +52,15 @@ impl VocabShard {
     /// If a rank has no token id, or there are more than 2^32 - 1; [`Error::Ranks`] if a rank calls [`VocabShard::new`].
     pub fn with_rows(collectives: Arc<dyn Collectives>, rows: usize) -> Result<Self> {
         let numbers = [Agreed::own("rows", rows as f64), Agreed::equal("vocab_size", f64::NAN)];
-        let ((), of_ranks) = agree(&*collectives, Call::Cut, Ok(()), &numbers)?;
+        let ((), values) = agree(&*collectives, Call::Cut, Ok(()), &numbers)?;
         let mut starts = vec![0];
-        for &rows in &of_ranks[0] {
+        for &rows in &values[0] {
             starts.push(starts[starts.len() - 1] + rows as usize);
         }
         VocabShard { collectives, starts }.checked()
     }
 
+    /// Checks that every rank has a token id, and that the vocabulary is not too large.
     fn checked(self) -> Result<Self> {
         check_vocab(self.vocab_size())?;
         match self.starts.windows(2).position(|ends| ends[0] == ends[1]) {
@@ -71,32 +72,32 @@ impl VocabShard {
         }
     }
 
-    /// The token ids of this rank.
+    /// Returns the token ids of this rank.
     pub fn range(&self) -> Range<usize> {
         self.range_of(self.collectives.rank())
     }
 
-    /// The token ids of a rank.
+    /// Returns the token ids of a rank.
     pub(crate) fn range_of(&self, rank: usize) -> Range<usize> {
         self.starts[rank]..self.starts[rank + 1]
     }
 
-    /// The number of token ids of all ranks.
+    /// Returns the number of token ids of all ranks.
     pub fn vocab_size(&self) -> usize {
         self.starts[self.starts.len() - 1]
     }
 
-    /// The ranks.
+    /// Returns the ranks' operations.
     pub fn collectives(&self) -> &Arc<dyn Collectives> {
         &self.collectives
     }
 
-    /// The rank that has a token id.
+    /// Returns the rank that has a token id.
     pub(crate) fn owner(&self, id: usize) -> usize {
         self.starts.partition_point(|&start| start <= id) - 1
     }
 
-    /// The place of a token id among this rank's, or [`ELSEWHERE`].
+    /// Returns the place of a token id among this rank's, or [`ELSEWHERE`].
     pub(crate) fn row(&self, id: usize) -> usize {
         let range = self.range();
         if range.contains(&id) {
@@ -106,13 +107,15 @@ impl VocabShard {
         }
     }
 
-    /// What this rank's check has found, unless another rank has found an error, or a number is not the same everywhere.
+    /// Returns what this rank's check has found, unless another rank has found an error, or a number is not the same
+    /// everywhere. Every rank calls it.
     pub(crate) fn agree<T>(&self, call: Call, checked: Result<T>, numbers: &[Agreed]) -> Result<T> {
         Ok(agree(&*self.collectives, call, checked, numbers)?.0)
     }
 
-    /// The plan with the smallest chunks of all ranks, which have rows and processors of their own.
+    /// Returns the plan with the smallest chunks of all ranks, whose shards and processors differ. Every rank calls it.
     pub(crate) fn agreed(&self, plan: Result<Plan>) -> Result<Plan> {
+        // A rank without a plan sends a negative number.
         let chunk = plan.as_ref().map_or(-1.0, |plan| plan.positions_per_chunk as f64);
         let chunks = self.collectives.all_gather(&[chunk])?;
         let plan = plan?;

@@ -4,19 +4,19 @@ use super::distribution::Real;
 use super::shard::VocabShard;
 use crate::error::Result;
 
-/// A row of a shard, which becomes the whole vocabulary's.
+/// A row of a shard, which becomes a row of the whole vocabulary.
 pub(super) struct SharedRow<'r, F> {
     /// The largest logit; zero if all are minus infinity.
     pub(super) largest: &'r mut F,
-    /// `log sum_v exp(z_v - largest)`
+    /// `log sum_v exp(z_v - largest)`.
     pub(super) log_sum: &'r mut F,
-    /// Any number if another rank has the target.
+    /// The logit of the target; any number if another rank has the target.
     pub(super) target_logit: &'r mut F,
 }
 
-/// Replaces the log-sum-exps of a shard's rows, as many for each position, and the logits of their targets by what the
-/// whole vocabulary has. `owners` are the ranks that have the targets, `None` of a position without one. Every rank calls
-/// it.
+/// Replaces the log-sum-exps of a shard's rows, and the logits of their targets, by those of the whole vocabulary. All
+/// positions have equally many rows. `owners` are the ranks that have the positions' targets, `None` for a position
+/// without a target. Every rank calls it.
 pub(super) fn join<'r, F: Real + 'r>(
     shard: &VocabShard,
     owners: &[Option<usize>],
@@ -27,9 +27,9 @@ pub(super) fn join<'r, F: Real + 'r>(
     let numbers = |row: &SharedRow<F>| [row.largest.f64() + row.log_sum.f64(), row.target_logit.f64()];
     let sent: Vec<f64> = rows.iter().flat_map(numbers).collect();
     let received = shard.collectives().all_gather(&sent)?;
-    let of_ranks: Vec<&[f64]> = received.chunks_exact(sent.len().max(1)).collect();
+    let rank_numbers: Vec<&[f64]> = received.chunks_exact(sent.len().max(1)).collect();
     for (i, row) in rows.into_iter().enumerate() {
-        let log_sums = || of_ranks.iter().map(|of_rank| of_rank[2 * i]);
+        let log_sums = || rank_numbers.iter().map(|numbers| numbers[2 * i]);
         let largest = match log_sums().fold(f64::NEG_INFINITY, f64::max) {
             f64::NEG_INFINITY => F::from_f64(0.0),
             largest => F::from_f64(largest),
@@ -37,7 +37,7 @@ pub(super) fn join<'r, F: Real + 'r>(
         let sum: f64 = log_sums().map(|x| (x - largest.f64()).exp()).sum();
         (*row.largest, *row.log_sum) = (largest, F::from_f64(sum.ln()));
         if let Some(owner) = owners.get(i / components).copied().flatten() {
-            *row.target_logit = F::from_f64(of_ranks[owner][2 * i + 1]);
+            *row.target_logit = F::from_f64(rank_numbers[owner][2 * i + 1]);
         }
     }
     Ok(())

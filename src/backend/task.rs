@@ -4,51 +4,56 @@ use crate::backend::objective::{LossTerms, Objective, Scored, TargetLoss};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::error::Result;
 
-/// The task that a plan is made for.
+/// The task that a plan is made for. The default computes a loss over hard targets, without gradients.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Task {
+    /// The operands whose gradients the call computes.
     pub(crate) needs_grad: NeedsGrad,
-    /// Whether the mixture's log-probability of every id is needed.
-    pub(crate) all_ids: bool,
-    /// Whether there are soft targets: label smoothing, or a gradient of the log-probabilities.
-    pub(crate) soft_targets: bool,
-    /// What is scored of each position. (The CPU's workspace is as for log-probabilities, or for a loss.)
+    /// The call needs the mixture's log-probability of every id, so that the CPU takes two passes, and each of its threads
+    /// holds a row of them.
+    pub(crate) needs_all_ids: bool,
+    /// The targets are masses of all ids: label smoothing, or the gradient of log-probabilities. Each thread holds two more
+    /// rows, and a GPU the log-probabilities of a chunk.
+    pub(crate) has_soft_targets: bool,
+    /// The call computes scores, alone or with their gradients.
     pub(crate) scores: Option<ScoreTask>,
-    /// Whether chunks of a few rows suffice.
-    pub(crate) few_rows: bool,
-    /// How many of each position's most probable ids are needed, and nothing else.
+    /// The call runs a query on each position's distribution. It accumulates no gradient, so that chunks of a few rows
+    /// suffice, and it takes two passes, in which a position has the same bits in any batch.
+    pub(crate) is_decoding: bool,
+    /// The call finds so many of each position's most probable ids, and nothing else.
     pub(crate) top_k: Option<usize>,
-    /// Whether it is needed if targets or candidates are the most probable ids.
-    pub(crate) argmax: bool,
-    /// Whether each target is an entry of its own ([`TargetLoss::own_shifts`]).
-    pub(crate) own_targets: bool,
-    /// Whether other ranks have the rest of the vocabulary ([`TargetLoss::shard`]).
+    /// The call tells whether targets or candidates are the most probable ids, which takes a search of its own.
+    pub(crate) needs_argmax: bool,
+    /// Each target is an entry of its own ([`TargetLoss::own_shifts`]), which only one pass computes.
+    pub(crate) has_own_targets: bool,
+    /// The vocabulary is cut among ranks ([`TargetLoss::shard`]), which exchange sums.
     pub(crate) is_shard: bool,
-    /// Whether the log-probabilities of a chunk, a teacher's, and derivatives by them are held too.
-    pub(crate) log_prob_terms: bool,
+    /// A function of a chunk's log-probabilities is part of the call: these, a teacher's, and the derivatives are held
+    /// besides the logits.
+    pub(crate) has_log_prob_terms: bool,
 }
 
 /// The most ids of a position whose gradients are added one by one, without a matrix product.
 const MOST_LISTED: usize = 512;
 
-/// What the computation of scores and its workspace depend on.
+/// The part of a task that computes scores.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
 pub(crate) struct ScoreTask {
-    /// Number of ids of each position
+    /// The number of candidates of each position.
     pub(crate) candidates: usize,
-    /// Whether they depend on the log-probability of every id
-    pub(crate) all_ids: bool,
-    /// Whether the logits of a few ids and sums over the others suffice: gradients are then computed as for a loss over
-    /// hard targets, of which each position has several.
-    pub(crate) of_listed: bool,
+    /// The scores depend on the log-probability of every id.
+    pub(crate) needs_all_ids: bool,
+    /// The scores need only the logits of the candidates, and sums over the other ids: one pass computes them, and their
+    /// gradients as those of a loss over hard targets, of which each position has several.
+    pub(crate) needs_listed_only: bool,
 }
 
 impl Task {
     /// Computes a loss over targets, and the gradients of the operands that need one.
     pub(crate) fn target_loss(loss: &TargetLoss, needs_grad: NeedsGrad) -> Self {
         Task {
-            own_targets: loss.own_shifts.is_some(),
+            has_own_targets: loss.own_shifts.is_some(),
             is_shard: loss.shard.is_some(),
             ..Self::loss(&loss.terms, needs_grad)
         }
@@ -56,18 +61,24 @@ impl Task {
 
     /// Computes a loss with these terms whose targets are ids of the vocabulary.
     pub(crate) fn loss(terms: &LossTerms, needs_grad: NeedsGrad) -> Self {
-        let soft_targets = terms.label_smoothing > 0.0;
-        Task { needs_grad, all_ids: soft_targets, soft_targets, argmax: terms.correct, ..Task::default() }
+        let is_smoothed = terms.label_smoothing > 0.0;
+        Task {
+            needs_grad,
+            needs_all_ids: is_smoothed,
+            has_soft_targets: is_smoothed,
+            needs_argmax: terms.needs_correct,
+            ..Task::default()
+        }
     }
 
     /// Computes log-probabilities, and in the backward pass the gradients of the operands that need one.
     pub(crate) fn log_probs(needs_grad: NeedsGrad) -> Self {
-        Task { needs_grad, all_ids: true, soft_targets: needs_grad.any(), ..Task::default() }
+        Task { needs_grad, needs_all_ids: true, has_soft_targets: needs_grad.any(), ..Task::default() }
     }
 
     /// Computes a function of the log-probabilities of all ids, and the gradients of the operands that need one.
     pub(crate) fn log_prob_terms(needs_grad: NeedsGrad) -> Self {
-        Task { log_prob_terms: true, ..Self::log_probs(needs_grad) }
+        Task { has_log_prob_terms: true, ..Self::log_probs(needs_grad) }
     }
 
     /// Computes scores or a function of them, and the gradients of the operands that need one.
@@ -76,22 +87,25 @@ impl Task {
         // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
         let is_single = operands.is_single();
         let is_plain = !scored.is_tempered() || is_single && operands.softcap.is_none();
-        let has_moments = !scored.entropy || is_single && !needs_grad.any();
+        let has_moments = !scored.needs_entropy || is_single && !needs_grad.any();
         let are_few = candidates <= MOST_LISTED;
-        let scores =
-            ScoreTask { candidates, all_ids: scored.need_all_ids(), of_listed: are_few && is_plain && has_moments };
-        Ok(Task { scores: Some(scores), argmax: scored.is_argmax, ..Self::log_probs(needs_grad) })
+        let scores = ScoreTask {
+            candidates,
+            needs_all_ids: scored.needs_all_ids(),
+            needs_listed_only: are_few && is_plain && has_moments,
+        };
+        Ok(Task { scores: Some(scores), needs_argmax: scored.needs_argmax, ..Self::log_probs(needs_grad) })
     }
 
     /// Reads each position's distribution, tile by tile.
     pub(crate) fn decoding() -> Self {
-        Task { few_rows: true, all_ids: false, ..Self::log_probs(NeedsGrad::default()) }
+        Task { is_decoding: true, needs_all_ids: false, ..Self::log_probs(NeedsGrad::default()) }
     }
 
     /// Finds the `k` most probable ids of each position. Products of large chunks serve many rows; unlike a draw, the
     /// results may depend on the other positions by rounding.
     pub(crate) fn ranking(sizes: Sizes, k: usize) -> Self {
-        /// Maximum rows for which chunks of a few rows are faster.
+        /// The most rows for which chunks of a few rows are faster.
         const FEW_ROWS: usize = 64;
         if sizes.positions * sizes.components <= FEW_ROWS {
             Self::decoding()
@@ -102,7 +116,7 @@ impl Task {
 }
 
 impl Objective {
-    /// The task of a plan for this objective and the gradients of the operands that need one.
+    /// Returns the task that computes this objective and the gradients of the operands that need one.
     pub(crate) fn task(&self, needs_grad: NeedsGrad) -> Task {
         match self {
             Objective::Targets(loss) => Task::target_loss(loss, needs_grad),

@@ -331,7 +331,7 @@ impl Decoder {
     pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
         let is_sampled = request.options.sampled_step().is_some() && request.positions() > 0;
         let (WeightRows::Computed(cnn), true) = (&self.rows, is_sampled) else {
-            return self.mixture(contexts, log_priors)?.loss_of(request);
+            return self.mixture(contexts, log_priors)?.loss_from_request(request);
         };
         if request.options.decoder_rows {
             let head = "a decoder whose rows are computed";
@@ -340,7 +340,7 @@ impl Decoder {
         // The sampled loss does not read this weight, only its shape.
         let unread = Tensor::zeros((1, 1), cnn.parameter().dtype(), cnn.parameter().device())?
             .broadcast_as((self.vocab_size(), self.context_dim()))?;
-        let mixture = self.complete(Mixture::of_rows(contexts, log_priors, unread, self.bias.as_ref())?)?;
+        let mixture = self.complete(Mixture::from_uncopied(contexts, log_priors, unread, self.bias.as_ref())?)?;
         mixture.sampled_loss(|ids| cnn.rows_of(ids), request)
     }
 

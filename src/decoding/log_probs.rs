@@ -1,4 +1,5 @@
-//! Reads distributions whose log-probabilities are given as a tensor, and checks that they are log-probabilities.
+//! Reads distributions that are given as a tensor of log-probabilities, and checks that the numbers are
+//! log-probabilities.
 
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -7,28 +8,29 @@ use crate::backend::distribution::{Computed, Real, Visit};
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_elements, check_float, max_log_prob, LOG_PROBS};
 
-/// Checks that no log-probability of these rows on the host is NaN, or above zero by more than rounding in the dtype
-/// that they were computed in. A NaN or an infinity of any row is named before a number above zero, because it says
-/// what has failed.
+/// Checks that no number of these rows is NaN or above zero, except by rounding in the dtype that they were computed
+/// in. The error of a NaN or an infinity in any row comes before that of a number above zero, which may follow from it.
 pub(crate) fn check_host_log_probs<F: Real>(argument: &'static str, rows: &[Vec<F>], dtype: DType) -> Result<()> {
-    fn first<F: Real>(rows: &[Vec<F>], is_wrong: impl Fn(f64) -> bool + Sync) -> Option<(usize, usize)> {
+    /// Finds the first number for which `is_wrong`, by its row and its place in the row.
+    fn find_first<F: Real>(rows: &[Vec<F>], is_wrong: impl Fn(f64) -> bool + Sync) -> Option<(usize, usize)> {
         let wrong_in = |(position, row): (usize, &Vec<F>)| {
             row.iter().position(|x| is_wrong(x.f64())).map(|index| (position, index))
         };
         rows.par_iter().enumerate().find_map_first(wrong_in)
     }
-    let limit = max_log_prob(dtype);
-    let Some((position, index)) = first(rows, |x| x.is_nan() || x > limit) else { return Ok(()) };
-    if let Some((position, _)) = first(rows, |x| x.is_nan() || x == f64::INFINITY) {
+    let most = max_log_prob(dtype);
+    let Some((position, index)) = find_first(rows, |x| x.is_nan() || x > most) else { return Ok(()) };
+    if let Some((position, _)) = find_first(rows, |x| x.is_nan() || x == f64::INFINITY) {
         return Err(Error::Distribution { position });
     }
     let got = rows[position][index].f64();
     Err(Error::Value { argument, expected: LOG_PROBS, position, index, got })
 }
 
-/// Answers a query about each distribution of log-probabilities `[.., vocab]`, which were rounded to a dtype.
+/// Answers a query of each distribution of log-probabilities `[.., vocab]`, which were rounded to the dtype `rounded`.
 pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
-    fn rows<F: Real, V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
+    /// Visits the distributions in the number type that they are given in.
+    fn visit_rows<F: Real, V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
         let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
         check_host_log_probs("log_probs", &rows, rounded)?;
         let visit_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::new(row));
@@ -41,7 +43,7 @@ pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> 
         ([] | [.., 0], _) => Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims())),
         // A single position has no leading dimensions.
         ([_], _) => self::visit(&log_probs.unsqueeze(0)?, rounded, visit),
-        (_, DType::F64) => rows::<f64, V>(&log_probs, rounded, visit),
-        _ => rows::<f32, V>(&log_probs.to_dtype(DType::F32)?, rounded, visit),
+        (_, DType::F64) => visit_rows::<f64, V>(&log_probs, rounded, visit),
+        _ => visit_rows::<f32, V>(&log_probs.to_dtype(DType::F32)?, rounded, visit),
     }
 }

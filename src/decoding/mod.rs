@@ -1,7 +1,9 @@
-//! Chooses token ids from the distribution of each position, without a tensor of the vocabulary's size.
+//! Chooses token ids from the distribution of each position: the last step of decoding.
 //!
-//! A distribution is read tile by tile ([`Distribution`](crate::backend::distribution::Distribution)): [`top_k`] ranks its
-//! ids, [`multinomial`] draws one of them; [`next_token`] answers requests that have settings of their own.
+//! A distribution is read tile by tile ([`Distribution`](crate::backend::distribution::Distribution)), without a tensor
+//! of the vocabulary's size: [`top_k`] ranks its ids, and [`multinomial`] draws one of them. [`next_token`], which
+//! answers requests with settings of their own, collects the tiles of one position at a time. [`within`] chooses from
+//! allowed ids alone, and [`pruning`] removes components before anything is computed of them.
 
 mod log_probs;
 mod multinomial;

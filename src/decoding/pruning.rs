@@ -1,4 +1,4 @@
-//! Prunes the least probable components of a mixture.
+//! Prunes the least probable components of a mixture, with a bound of the error, before anything is computed of them.
 
 use candle_core::{Tensor, D};
 
@@ -36,13 +36,14 @@ pub struct Pruned {
     /// The mixture of the remaining components, with renormalised priors. Differentiable.
     pub mixture: Mixture,
     /// `[..]`: the prior probability of the pruned components at each position. It bounds the total variation between
-    /// the distributions before and after: no event changes its probability by more.
+    /// the distributions before and after: the probability of no event changes by more.
     pub total_variation: Tensor,
 }
 
 impl Mixture {
-    /// Prunes the components of each position whose priors sum to at most `mass`. All positions keep the same number of
-    /// components, the largest that one of them needs. Waits for the device.
+    /// Prunes the least probable components of each position, whose priors sum to at most `mass`. All positions keep
+    /// the same number of components, the largest that one of them needs. The priors are read on the host, which waits
+    /// for the device.
     ///
     /// If `m` is the pruned prior probability, `P = (1 - m) P' + m Q`: the total variation between `P` and the pruned
     /// `P'` is at most `m`.
@@ -53,8 +54,9 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If `mass` is not at least 0 and below 1. [`Error::Distribution`] if a prior is NaN or infinite, [`Error::Value`] if
-    /// a log-prior is above zero by more than rounding, and [`Error::Impossible`] if all priors of a position are zero.
+    /// If `mass` is not at least 0 and below 1. [`Error::Distribution`] if a prior is NaN or infinite, [`Error::Value`]
+    /// if a log-prior is above zero by more than rounding, and [`Error::Impossible`] if all priors of a position are
+    /// zero.
     pub fn prune(&self, mass: f64) -> Result<Pruned> {
         check_number((0.0..1.0).contains(&mass), "mass", "at least 0 and below 1", mass)?;
         let operands = self.operands();
@@ -68,7 +70,7 @@ impl Mixture {
         if let Some(position) = log_priors.iter().position(|row| row.iter().all(|x| *x == f64::NEG_INFINITY)) {
             return Err(Error::Impossible { position });
         }
-        // The components of each position, the most probable first, and the number that it needs.
+        // For each position, its components with the most probable first, and the number of components that it needs.
         let order = |row: &Vec<f64>| {
             let mut order: Vec<usize> = (0..components).collect();
             order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
@@ -76,48 +78,47 @@ impl Mixture {
         };
         let orders: Vec<Vec<usize>> = log_priors.iter().map(order).collect();
         let needed = |(row, order): (&Vec<f64>, &Vec<usize>)| {
-            let mut dropped = 0.0;
-            let droppable = order.iter().rev().take_while(|&&k| {
-                dropped += row[k].exp();
-                dropped <= mass
+            let mut sum = 0.0;
+            let prunable = order.iter().rev().take_while(|&&k| {
+                sum += row[k].exp();
+                sum <= mass
             });
-            components - droppable.count().min(components - 1)
+            components - prunable.count().min(components - 1)
         };
-        let kept = log_priors.iter().zip(&orders).map(needed).max().unwrap_or(components);
-        let mut indices = Vec::with_capacity(positions * kept);
-        let mut dropped = Vec::with_capacity(positions);
+        let remaining = log_priors.iter().zip(&orders).map(needed).max().unwrap_or(components);
+        let mut indices = Vec::with_capacity(positions * remaining);
+        let mut pruned_priors = Vec::with_capacity(positions);
         for (row, order) in log_priors.iter().zip(&orders) {
-            let (keep, drop) = order.split_at(kept);
-            indices.extend(keep.iter().map(|&k| k as u32));
-            dropped.push(drop.iter().fold(0.0, |sum, &k| sum + row[k].exp()));
+            let (remaining, pruned) = order.split_at(remaining);
+            indices.extend(remaining.iter().map(|&k| k as u32));
+            pruned_priors.push(pruned.iter().fold(0.0, |sum, &k| sum + row[k].exp()));
         }
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         Ok(Pruned {
-            mixture: self.with_components(indices, kept, true)?,
-            total_variation: transfer::to_device_as(dropped, self.leading(), dtype, device)?,
+            mixture: self.select_components(indices, remaining, true)?,
+            total_variation: transfer::to_device_as(pruned_priors, self.leading(), dtype, device)?,
         })
     }
 
-    /// Selects components by their indices `[positions, kept]`, with renormalised priors if `keep_priors`.
-    /// Differentiable.
-    pub(super) fn with_components(&self, indices: Vec<u32>, kept: usize, keep_priors: bool) -> Result<Mixture> {
+    /// Selects `n` components at each position by their indices `[positions, n]`. The mixture is differentiable. It has
+    /// renormalised priors if `keep_priors`, and none otherwise, where `n` must be one.
+    pub(super) fn select_components(&self, indices: Vec<u32>, n: usize, keep_priors: bool) -> Result<Mixture> {
         let mut operands = self.operands().clone();
         let Sizes { positions, components, context_dim, .. } = operands.sizes;
-        operands.sizes.components = kept;
+        operands.sizes.components = n;
         let log_priors = operands.log_priors.take().filter(|_| keep_priors);
         // candle's index_select does not take empty tensors.
         if positions == 0 {
-            operands.contexts = operands.contexts.narrow(1, 0, kept)?.contiguous()?;
-            operands.log_priors =
-                log_priors.map(|log_priors| log_priors.narrow(1, 0, kept)?.contiguous()).transpose()?;
+            operands.contexts = operands.contexts.narrow(1, 0, n)?.contiguous()?;
+            operands.log_priors = log_priors.map(|log_priors| log_priors.narrow(1, 0, n)?.contiguous()).transpose()?;
             return Ok(self.with_operands(operands));
         }
-        let rows = indices.iter().enumerate().map(|(i, &k)| (i / kept * components) as u32 + k).collect();
-        let rows = transfer::to_device::<u32>(rows, positions * kept, operands.contexts.device())?;
-        let select = |rows_of: Tensor| rows_of.index_select(&rows, 0);
-        operands.contexts = select(operands.contexts.flatten(0, 1)?)?.reshape((positions, kept, context_dim))?;
+        let rows = indices.iter().enumerate().map(|(i, &k)| (i / n * components) as u32 + k).collect();
+        let rows = transfer::to_device::<u32>(rows, positions * n, operands.contexts.device())?;
+        let select = |tensor: Tensor| tensor.index_select(&rows, 0);
+        operands.contexts = select(operands.contexts.flatten(0, 1)?)?.reshape((positions, n, context_dim))?;
         if let Some(log_priors) = log_priors {
-            let log_priors = select(log_priors.flatten_all()?)?.reshape((positions, kept))?;
+            let log_priors = select(log_priors.flatten_all()?)?.reshape((positions, n))?;
             operands.log_priors = Some(candle_nn::ops::log_softmax(&log_priors, D::Minus1)?);
         }
         Ok(self.with_operands(operands))

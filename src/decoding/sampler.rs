@@ -1,11 +1,11 @@
-//! Draws token ids as [`Sampling`] specifies, with a seeded generator.
+//! Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers.
 
 use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::log_probs::check_host_log_probs;
-use super::multinomial::{pass, Draw};
+use super::multinomial::{find_by_mass, DrawQuery};
 use super::sampling::Sampling;
 use crate::backend;
 use crate::error::{Error, OptionName, Result};
@@ -65,20 +65,21 @@ impl Sampler {
     ///
     /// # Errors
     ///
-    /// If the options need components (ancestral sampling, component temperature), a log-probability is NaN or infinite
-    /// ([`Error::Distribution`]), or above zero by more than rounding ([`Error::Value`]), or all of a position are minus
-    /// infinity ([`Error::Impossible`]).
+    /// If the options need components (ancestral sampling, component temperature), or a log-probability is NaN or plus
+    /// infinity ([`Error::Distribution`]), or one is above zero by more than rounding ([`Error::Value`]), or all those
+    /// of a position are minus infinity ([`Error::Impossible`]).
     pub fn sample(&mut self, log_probs: &Tensor) -> Result<Tensor> {
         self.sample_rounded(log_probs, log_probs.dtype())
     }
 
-    /// The same from log-probabilities that were rounded to a dtype before they were given in another one.
+    /// Draws as [`Sampler::sample`] does, from log-probabilities that were rounded to the dtype `rounded` before they
+    /// were given in another one.
     pub(crate) fn sample_rounded(&mut self, log_probs: &Tensor, rounded: DType) -> Result<Tensor> {
         self.reject_components("log-probabilities")?;
         let leading = &log_probs.dims()[..log_probs.rank().saturating_sub(1)];
         check_elements("log_probs", log_probs.dims())?;
         let uniform = self.uniform(leading.iter().product());
-        let draw = Draw { sampling: &self.sampling, uniform: &uniform };
+        let draw = DrawQuery { sampling: &self.sampling, uniform: &uniform };
         let ids = super::log_probs::visit(log_probs, rounded, &draw)?;
         transfer::to_device(ids, leading, log_probs.device())
     }
@@ -99,17 +100,17 @@ impl Sampler {
         (0..n).map(|_| self.rng.random()).collect()
     }
 
-    /// Draws one component from each row of log-priors `[rows, n]`, which were computed in a dtype.
-    pub(crate) fn choose(&mut self, log_priors: &Tensor, dtype: DType) -> Result<Vec<u32>> {
+    /// Draws one component from each row of log-priors `[rows, n]`, which were computed in this dtype.
+    pub(crate) fn draw_components(&mut self, log_priors: &Tensor, dtype: DType) -> Result<Vec<u32>> {
         let rows = transfer::read_matrix(log_priors)?;
         check_host_log_probs("log_priors", &rows, dtype)?;
         let uniform = self.uniform(rows.len());
-        let choose = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
+        let draw = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
             let sum: f64 = row.iter().map(|x| x.exp()).sum();
-            let chosen = pass(row.iter().map(|x| x.exp()), u * sum);
-            chosen.map(|(index, _)| index as u32).ok_or(Error::Impossible { position })
+            let drawn = find_by_mass(row.iter().map(|x| x.exp()), u * sum);
+            drawn.map(|(component, _)| component as u32).ok_or(Error::Impossible { position })
         };
-        rows.iter().zip(uniform).enumerate().map(choose).collect()
+        rows.iter().zip(uniform).enumerate().map(draw).collect()
     }
 }
 
@@ -130,14 +131,14 @@ impl Mixture {
             tempered = self.with_component_temperature(sampler.sampling.component_temperature)?;
             mixture = &tempered;
         }
-        let drawn;
+        let component;
         if sampler.sampling.ancestral {
-            drawn = mixture.draw_component(sampler)?;
-            mixture = &drawn;
+            component = mixture.draw_component(sampler)?;
+            mixture = &component;
         }
         let operands = mixture.operands();
         let uniform = sampler.uniform(operands.sizes.positions);
-        let ids = backend::visit(operands, &Draw { sampling: &sampler.sampling, uniform: &uniform })?;
+        let ids = backend::visit(operands, &DrawQuery { sampling: &sampler.sampling, uniform: &uniform })?;
         transfer::to_device(ids, self.leading(), operands.contexts.device())
     }
 
@@ -157,11 +158,11 @@ impl Mixture {
         tempered.map_err(|_| Error::config("component_temperature", expected, temperature))
     }
 
-    /// Draws one component at each position from its priors.
+    /// Draws one component at each position from its priors, and returns the mixture of these components alone.
     fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
         match &self.operands().log_priors {
             Some(log_priors) => {
-                self.with_components(sampler.choose(log_priors, self.operands().contexts.dtype())?, 1, false)
+                self.select_components(sampler.draw_components(log_priors, self.operands().contexts.dtype())?, 1, false)
             }
             None => Ok(self.clone()),
         }

@@ -1,11 +1,11 @@
-//! How a token id is drawn: temperature and truncation.
+//! The options of a draw: temperature and truncation.
 
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_number;
 
-/// How the next token id is drawn from a distribution. The default draws from the full distribution.
+/// Options of the draw of a token id from a distribution. The default draws from the full distribution.
 ///
-/// The temperature comes first; then [`top_k`](Sampling::with_top_k) keeps the most probable ids,
+/// The temperature comes first. Then [`top_k`](Sampling::with_top_k) keeps the most probable ids,
 /// [`top_p`](Sampling::with_top_p) keeps their nucleus, and [`min_p`](Sampling::with_min_p) drops ids whose probability
 /// is below that fraction of the largest. The probabilities that remain are renormalised.
 ///
@@ -45,11 +45,11 @@ pub struct Sampling {
     pub temperature: f64,
     /// The temperature of the components. The default is 1.
     pub component_temperature: f64,
-    /// The number of most probable ids that are kept. The default is all.
+    /// The number of most probable ids that top-k keeps. The default is all.
     pub top_k: Option<usize>,
     /// The probability of the nucleus. The default is 1.
     pub top_p: f64,
-    /// The smallest probability that is kept, relative to the largest. The default is 0.
+    /// The smallest probability that min-p keeps, relative to the largest. The default is 0.
     pub min_p: f64,
     /// Whether a component is drawn first. The default is false.
     pub ancestral: bool,
@@ -62,12 +62,12 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Draws from the full distribution.
+    /// The options of a draw from the full distribution.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Always chooses the most probable token id; among equals the lowest.
+    /// The options of a draw that is always the most probable token id, among equals the lowest.
     pub fn greedy() -> Self {
         Self::default().with_temperature(0.0)
     }
@@ -107,10 +107,12 @@ impl Sampling {
         Sampling { ancestral, ..self }
     }
 
+    /// Whether top-k, top-p or min-p may drop an id.
     pub(super) fn is_truncated(&self) -> bool {
         self.top_k.is_some() || self.top_p < 1.0 || self.min_p > 0.0
     }
 
+    /// Checks the ranges of the numbers, and that no two options exclude each other.
     pub(super) fn validate(&self) -> Result<()> {
         let not_negative = |x: f64| x >= 0.0 && x.is_finite();
         check_number(not_negative(self.temperature), "temperature", "a finite number, at least 0", self.temperature)?;

@@ -1,4 +1,4 @@
-//! The most probable token ids and their log-probabilities.
+//! Ranks the most probable token ids of a distribution, with their log-probabilities.
 
 use candle_core::{DType, Device, Tensor, D};
 
@@ -30,7 +30,7 @@ use crate::tensors::transfer;
 pub struct TopK {
     /// `[.., k]`, u32: token ids, the most probable first; among equals the lowest id comes first.
     pub token_ids: Tensor,
-    /// `[.., k]`: their log-probabilities in nats, f32 (f64 for heads in f64). Not differentiable.
+    /// `[.., k]`: their log-probabilities in nats, f32 (f64 for heads in f64). They are not differentiable.
     pub log_probs: Tensor,
 }
 
@@ -46,8 +46,8 @@ impl TopK {
     /// # Errors
     ///
     /// If `k` is not between 1 and the size of the vocabulary; [`Error::Distribution`] if a log-probability is NaN or
-    /// infinite, [`Error::Value`] if one is above zero by more than rounding, and [`Error::Impossible`] if all of a
-    /// position are minus infinity.
+    /// plus infinity, [`Error::Value`] if one is above zero by more than rounding, and [`Error::Impossible`] if all
+    /// those of a position are minus infinity.
     ///
     /// # Examples
     ///
@@ -78,13 +78,14 @@ impl TopK {
         device: &Device,
     ) -> Result<Self> {
         let ids = found.iter().flatten().map(|ranked| ranked.1).collect();
-        let of_ids = found.iter().flatten().map(|ranked| ranked.0).collect();
+        let log_probs = found.iter().flatten().map(|ranked| ranked.0).collect();
         Ok(TopK {
             token_ids: transfer::to_device::<u32>(ids, shape, device)?,
-            log_probs: transfer::to_device_as(of_ids, shape, dtype, device)?,
+            log_probs: transfer::to_device_as(log_probs, shape, dtype, device)?,
         })
     }
 
+    /// Checks that `k` is from 1 to the size of the vocabulary.
     pub(crate) fn check_k(k: usize, vocab: usize) -> Result<()> {
         if (1..=vocab).contains(&k) {
             Ok(())
@@ -95,7 +96,7 @@ impl TopK {
 }
 
 impl Mixture {
-    /// The `k` most probable token ids at each position; among equals the lowest id comes first.
+    /// Returns the `k` most probable token ids at each position; among equals the lowest id comes first.
     ///
     /// # Shapes
     ///
@@ -112,7 +113,7 @@ impl Mixture {
         Ok(TopK { token_ids: token_ids.reshape(shape.as_slice())?, log_probs: log_probs.reshape(shape)? })
     }
 
-    /// The most probable token id at each position; among equals the lowest.
+    /// Returns the most probable token id at each position; among equals it is the lowest.
     ///
     /// # Shapes
     ///

@@ -11,7 +11,7 @@ use crate::heads::{policy_loss_from_scores, MixtureLayer, OutputLayer};
 use crate::loss::{Loss, LossOptions, Reduction, Request};
 use crate::mixture::Mixture;
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
-use crate::scores::{candidates, ScoreOptions, Scores};
+use crate::scores::{candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
@@ -105,7 +105,7 @@ const NAME: &str = "a vocabulary-parallel head";
 fn check_score_options(hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<()> {
     options.validate()?;
     let leading = leading(hidden)?;
-    candidates("token_ids", token_ids, leading)?;
+    candidate_count("token_ids", token_ids, leading)?;
     let unsupported = [
         (options.entropy, OptionName::Entropy),
         (options.outside, OptionName::Outside),
@@ -159,11 +159,11 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
     }
 
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (terms, rows) = match PolicyTerms::of_hidden(hidden, batch, options) {
+        let (terms, rows) = match PolicyTerms::from_hidden(hidden, batch, options) {
             Ok(terms) => terms,
             Err(error) => return self.shard.agree(Call::Loss, Err(error), &[]),
         };
-        let scores = self.score(&rows, &terms.token_ids, &options.scores());
+        let scores = self.score(&rows, &terms.token_ids, &options.score_options());
         policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 

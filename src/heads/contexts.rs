@@ -129,7 +129,7 @@ impl Projection for Contexts {
     fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
         let states = hidden.reshape(((), self.hidden_size()))?;
         let log_priors = self.log_priors(&states, &[states.dim(0)?, self.components()])?;
-        Ok(Some(self.drawn_contexts(hidden, &sampler.choose(&log_priors.detach(), log_priors.dtype())?)?))
+        Ok(Some(self.drawn_contexts(hidden, &sampler.draw_components(&log_priors.detach(), log_priors.dtype())?)?))
     }
 
     fn frozen(&self) -> Result<Box<dyn Projection + '_>> {

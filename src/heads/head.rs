@@ -242,14 +242,14 @@ impl<P: Projection> OutputLayer for Head<P> {
     }
 
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
+        let (terms, rows) = PolicyTerms::from_hidden(hidden, batch, options)?;
         let mixture = self.mixture(&rows, DropoutMasks::Off)?;
         let (token_ids, counted) = (terms.token_ids.clone(), terms.positions.clone());
         let loss = mixture.score_loss(
             &token_ids,
-            &options.scores(),
+            &options.score_options(),
             move |ChunkScores { positions, log_prob, entropy, .. }| {
-                let (values, derivatives) = terms.of_chunk(positions, &Tensor::stack(&[log_prob, entropy], 1)?)?;
+                let (values, derivatives) = terms.chunk_loss(positions, &Tensor::stack(&[log_prob, entropy], 1)?)?;
                 let column = |i| derivatives.narrow(1, i, 1)?.squeeze(1);
                 Ok(ChunkTerms::new(values, column(0)?).with_by_entropy(column(1)?))
             },
@@ -258,8 +258,8 @@ impl<P: Projection> OutputLayer for Head<P> {
     }
 
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-        let (distillation, rows) = Distillation::of_hidden(hidden, self.vocab_size(), teacher, options)?;
-        self.mixture(&rows, DropoutMasks::Off)?.distill_by(distillation)
+        let (distillation, rows) = Distillation::from_hidden(hidden, self.vocab_size(), teacher, options)?;
+        self.mixture(&rows, DropoutMasks::Off)?.distill_prepared(distillation)
     }
 
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {

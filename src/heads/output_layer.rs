@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::mixture::{DistillOptions, Distillation, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
-use crate::scores::{candidates, ScoreOptions, Scores};
+use crate::scores::{candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
@@ -197,7 +197,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// The errors that [`OutputLayer::loss`] has for targets, or if an option is out of range.
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
-        candidates("token_ids", token_ids, leading(hidden)?)?;
+        candidate_count("token_ids", token_ids, leading(hidden)?)?;
         let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         Scores::from_rounded(&self.log_probs_as(hidden, dtype)?, hidden.dtype(), token_ids, options)
     }
@@ -245,8 +245,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// - GRPO: Shao et al.: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models. 2024,
     ///   arXiv 2402.03300.
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (terms, rows) = PolicyTerms::of_hidden(hidden, batch, options)?;
-        let scores = self.score(&rows, &terms.token_ids, &options.scores());
+        let (terms, rows) = PolicyTerms::from_hidden(hidden, batch, options)?;
+        let scores = self.score(&rows, &terms.token_ids, &options.score_options());
         policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
     }
 
@@ -289,8 +289,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # }
     /// ```
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-        let (distillation, rows) = Distillation::of_hidden(hidden, self.vocab_size(), teacher, options)?;
-        distillation.composed(|| self.log_probs(&rows), |ids, options| self.score(&rows, ids, options))
+        let (distillation, rows) = Distillation::from_hidden(hidden, self.vocab_size(), teacher, options)?;
+        distillation.composed_loss(|| self.log_probs(&rows), |ids, options| self.score(&rows, ids, options))
     }
 
     /// Computes the log-probability of given token ids after hidden states `[.., hidden]`. Differentiable.
@@ -306,7 +306,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// The errors that [`OutputLayer::loss`] has for targets.
     fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
         let leading = leading(hidden)?;
-        if candidates("token_ids", token_ids, leading)? != 1 || token_ids.dims() != leading {
+        if candidate_count("token_ids", token_ids, leading)? != 1 || token_ids.dims() != leading {
             return Ok(self.score(hidden, token_ids, &ScoreOptions::new())?.log_prob);
         }
         let options = LossOptions::new().with_reduction(Reduction::None).with_dropout(DropoutMasks::Off);
@@ -434,11 +434,11 @@ pub(crate) fn policy_loss_from_scores(terms: &PolicyTerms, scores: Scores) -> Re
     };
     let nll = scores.log_prob.affine(-1.0, 0.0)?;
     let columns = Tensor::stack(&[scores.log_prob, entropy], 1)?;
-    let (values, derivatives) = terms.of_chunk(0..columns.dim(0)?, &columns.detach())?;
+    let (values, derivatives) = terms.chunk_loss(0..columns.dim(0)?, &columns.detach())?;
     let sum = values.sum_all()?;
     // The value is `sum`. The linear function, which is subtracted again, gives it its gradient.
     let linear = (columns * derivatives)?.sum_all()?;
     let value = (&linear + (&sum - linear.detach())?)?;
     let count = Tensor::new(values.dim(0)? as f64, values.device())?.to_dtype(values.dtype())?;
-    Ok(Loss { parts: scores.leaves, ..Loss::new(value, sum, count, nll) })
+    Ok(Loss { other_decoders: scores.leaves, ..Loss::new(value, sum, count, nll) })
 }

@@ -1,4 +1,4 @@
-//! Gradient accumulation: the gradients of several losses, with memory for one.
+//! Gradient accumulation: the gradients of several losses are added up, with memory for one gradient.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::Tensor;
 
 use super::results::Loss;
-use crate::backend::objective::SoFar;
+use crate::backend::objective::GradientSoFar;
 use crate::error::Result;
 
 /// The sum of the gradients of several losses, such as the losses of the batches of one optimizer step.
@@ -17,7 +17,8 @@ use crate::error::Result;
 /// itself (not the transpose or another function of one), the reduction a mean or a sum, and the loss over the whole
 /// vocabulary; otherwise, and for all other variables, gradients are added as candle does.
 ///
-/// A loss that was asked with a sum belongs to it: if it is not added, the decoder's gradient so far goes with it.
+/// A loss that was asked with a sum has taken the decoder's gradient out of it: unless the loss is added to the sum,
+/// this gradient is lost.
 ///
 /// # Examples
 ///
@@ -54,7 +55,7 @@ use crate::error::Result;
 pub struct GradientSum(Arc<Mutex<GradStore>>);
 
 impl GradientSum {
-    /// A sum without gradients. Its clones share the sum.
+    /// Makes a sum without gradients. Its clones share the sum.
     pub fn new() -> Self {
         Self::default()
     }
@@ -63,23 +64,24 @@ impl GradientSum {
     ///
     /// # Errors
     ///
-    /// As for [`Loss::backward`].
+    /// The errors are those of [`Loss::backward`].
     pub fn add(&self, loss: &Loss) -> Result<()> {
         let gradients = loss.backward()?;
         Ok(self.lock().extend(gradients)?)
     }
 
-    /// The gradients, for an optimizer. The sum is empty from then on.
+    /// Takes the gradients out, for an optimizer, and leaves an empty sum.
     pub fn take(&self) -> GradStore {
         std::mem::take(&mut *self.lock())
     }
 
+    /// Locks the gradients. After a panic of another thread they are used as they are.
     fn lock(&self) -> MutexGuard<'_, GradStore> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The place of this variable's gradient.
-    pub(crate) fn so_far(&self, variable: &Tensor) -> SoFar {
-        SoFar { gradients: self.0.clone(), variable: variable.clone() }
+    /// Returns a reference to this variable's gradient, to which the kernels add the next one.
+    pub(crate) fn so_far(&self, variable: &Tensor) -> GradientSoFar {
+        GradientSoFar { gradients: self.0.clone(), variable: variable.clone() }
     }
 }

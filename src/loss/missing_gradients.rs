@@ -1,4 +1,5 @@
-//! Variables that a backward pass did not reach: candle has fused operations that detach their result in silence.
+//! Finds variables that a backward pass did not reach, because candle has fused operations that detach their result in
+//! silence.
 
 use std::sync::PoisonError;
 
@@ -11,9 +12,9 @@ use crate::error::{Error, Result};
 
 impl Loss {
     /// Returns an error that names the variables without a gradient, if there are any. Call it once, after the first
-    /// backward pass: candle's fused operations have no backward pass and detach their result without a word, so that
-    /// an optimizer leaves all variables before them as they are; the [crate's
-    /// documentation](crate#gradients-that-candle-drops) lists them and what to use instead.
+    /// backward pass: candle's fused operations have no backward pass and detach their result in silence, so that an
+    /// optimizer leaves all variables before them as they are. The [crate's
+    /// documentation](crate#gradients-that-candle-drops) lists these operations and what to use instead.
     ///
     /// Gradients that this loss spares by itself do not count as missing: a decoder has none if its rows have them
     /// instead ([`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows)), nor have clusters and
@@ -70,7 +71,7 @@ impl Loss {
         }
     }
 
-    /// The names of the variables without a gradient in alphabetical order; see [`Loss::check_gradients`].
+    /// Returns the names of the variables without a gradient, in alphabetical order; see [`Loss::check_gradients`].
     ///
     /// # Examples
     ///

@@ -1,7 +1,7 @@
-//! What is asked of a loss, and what it returns: the same for every head.
+//! The arguments and the results of a loss, which are the same for every head.
 //!
-//! [`LossOptions`] and targets become a [`Request`], checked once; a head's answer is a [`Loss`]. [`Negatives`] are the
-//! sample of the vocabulary that a sampled loss looks at.
+//! Targets and [`LossOptions`] become a [`Request`], which is checked once; a head computes from it a [`Loss`].
+//! [`Negatives`] are the sample of the vocabulary that a sampled loss looks at.
 
 mod gradient_sum;
 mod missing_gradients;
@@ -15,5 +15,5 @@ pub use gradient_sum::GradientSum;
 pub use negatives::{Negatives, NoiseDistribution};
 pub use options::{LossOptions, Reduction, SampledLoss};
 pub(crate) use request::Request;
-pub(crate) use results::Unchecked;
+pub(crate) use results::UncheckedTargets;
 pub use results::{DecoderRows, Loss};

@@ -1,4 +1,5 @@
-//! Negatives of a sampled loss: token ids that stand for the rest of the vocabulary in a training step.
+//! The negatives of a sampled loss: token ids that stand for all other ids of the vocabulary in a training step, and
+//! the noise distribution that they are drawn from.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -38,24 +39,31 @@ use crate::tensors::checks::check_sizes;
 #[derive(Clone, Debug)]
 pub struct NoiseDistribution(NoiseKind);
 
+/// The largest number of ids that can be drawn at once.
 const MOST_SAMPLES: usize = 1 << 24;
 
+/// The kinds of noise distributions.
 #[derive(Clone, Debug)]
 enum NoiseKind {
+    /// Zipf's law over ids in the order of falling frequency.
     LogUniform { vocab_size: usize },
+    /// Probabilities that are given for each id.
     Unigram(Arc<Unigram>),
 }
 
+/// A distribution with a probability for each id.
 #[derive(Debug)]
 struct Unigram {
     probabilities: Vec<f64>,
-    /// How many ids have a positive probability.
+    /// The number of ids with a positive probability.
     possible: usize,
+    /// The table of the alias method, which draws an id in constant time.
     alias: WeightedAliasIndex<f64>,
 }
 
 impl NoiseDistribution {
-    /// `P(c) = log((c + 2) / (c + 1)) / log(vocab_size + 1)`: Zipf's law, for ids in the order of falling frequency.
+    /// Makes the distribution `P(c) = log((c + 2) / (c + 1)) / log(vocab_size + 1)`, which is Zipf's law for ids in the
+    /// order of falling frequency.
     ///
     /// # Errors
     ///
@@ -65,8 +73,8 @@ impl NoiseDistribution {
         Ok(NoiseDistribution(NoiseKind::LogUniform { vocab_size }))
     }
 
-    /// Probabilities in proportion to counts, one for each token id. Ids with a count of zero are never drawn, and must
-    /// not be targets.
+    /// Makes the distribution whose probabilities are in proportion to counts, one for each token id. Ids with a count
+    /// of zero are never drawn, and must not be targets.
     ///
     /// # Errors
     ///
@@ -96,7 +104,7 @@ impl NoiseDistribution {
         }
     }
 
-    /// The probability of a token id in one draw; zero outside the vocabulary.
+    /// Returns the probability of a token id in one draw; it is zero outside the vocabulary.
     pub fn probability(&self, id: usize) -> f64 {
         match &self.0 {
             NoiseKind::LogUniform { vocab_size } if id >= *vocab_size => 0.0,
@@ -105,7 +113,7 @@ impl NoiseDistribution {
         }
     }
 
-    /// Draws `samples` different ids: one after the other, each among the ids that were not drawn before. Use another
+    /// Draws `samples` different ids, one after the other, each from the ids that were not drawn before. Use another
     /// seed for each step. The time is at most in proportion to the vocabulary, and less for few samples.
     ///
     /// # Errors
@@ -126,39 +134,39 @@ impl NoiseDistribution {
         // The ids arrive in a Poisson process, each at the rate of its probability, and are drawn in the order of their
         // first arrivals.
         let (mut ids, mut found) = (Vec::with_capacity(samples), HashSet::with_capacity(samples));
-        let (mut time, mut until) = (0.0, None);
+        let (mut time, mut end) = (0.0, None);
         for _ in 0..self.vocab_size() {
             time += rng.sample::<f64, _>(Exp1);
-            let id = self.one(&mut rng);
+            let id = self.draw_one(&mut rng);
             if !found.insert(id) {
                 continue;
             }
             if ids.len() == samples {
-                until = Some(time);
+                end = Some(time);
                 break;
             }
             ids.push(id);
         }
-        let until = until.unwrap_or_else(|| {
-            // Only rare ids are left. The process has no memory: the times from here on are exponential too.
-            let rest = (0..self.vocab_size()).filter(|id| self.probability(*id) > 0.0 && !found.contains(id));
-            let rest = rest.map(|id| (time + rng.sample::<f64, _>(Exp1) / self.probability(id), id));
-            let mut rest: Vec<(f64, usize)> = rest.collect();
+        let end = end.unwrap_or_else(|| {
+            // Only rare ids have not arrived. The process has no memory: their times from now on are exponential too.
+            let late = (0..self.vocab_size()).filter(|id| self.probability(*id) > 0.0 && !found.contains(id));
+            let arrivals = late.map(|id| (time + rng.sample::<f64, _>(Exp1) / self.probability(id), id));
+            let mut arrivals: Vec<(f64, usize)> = arrivals.collect();
             let missing = samples - ids.len();
-            let until = if missing == rest.len() {
+            let end = if missing == arrivals.len() {
                 f64::INFINITY
             } else {
-                rest.select_nth_unstable_by(missing, |a, b| a.0.total_cmp(&b.0)).1 .0
+                arrivals.select_nth_unstable_by(missing, |a, b| a.0.total_cmp(&b.0)).1 .0
             };
-            ids.extend(rest[..missing].iter().map(|arrival| arrival.1));
-            until
+            ids.extend(arrivals[..missing].iter().map(|arrival| arrival.1));
+            end
         });
         ids.sort_unstable();
         let repeats = vec![1; ids.len()];
-        Ok(Negatives { noise: self.clone(), ids, repeats, scheme: Scheme::Without { until } })
+        Ok(Negatives { noise: self.clone(), ids, repeats, scheme: Scheme::WithoutReplacement { end } })
     }
 
-    /// Draws `samples` ids, each from all of them. Use another seed for each step.
+    /// Draws `samples` ids independently, so that an id can be drawn several times. Use another seed for each step.
     ///
     /// # Errors
     ///
@@ -169,15 +177,15 @@ impl NoiseDistribution {
             return Err(Error::config("samples", format!("at most {MOST_SAMPLES}"), samples));
         }
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut drawn: Vec<usize> = (0..samples).map(|_| self.one(&mut rng)).collect();
+        let mut drawn: Vec<usize> = (0..samples).map(|_| self.draw_one(&mut rng)).collect();
         drawn.sort_unstable();
         let runs = drawn.chunk_by(|a, b| a == b).map(|run| (run[0], run.len()));
         let (ids, repeats) = runs.unzip();
-        Ok(Negatives { noise: self.clone(), ids, repeats, scheme: Scheme::With { samples } })
+        Ok(Negatives { noise: self.clone(), ids, repeats, scheme: Scheme::WithReplacement { samples } })
     }
 
     /// Draws one id.
-    fn one(&self, rng: &mut StdRng) -> usize {
+    fn draw_one(&self, rng: &mut StdRng) -> usize {
         match &self.0 {
             NoiseKind::LogUniform { vocab_size } => {
                 ((rng.random::<f64>() * (*vocab_size as f64).ln_1p()).exp_m1() as usize).min(vocab_size - 1)
@@ -186,7 +194,7 @@ impl NoiseDistribution {
         }
     }
 
-    /// The number of ids of positive probability.
+    /// Returns the number of ids of positive probability.
     fn possible(&self) -> usize {
         match &self.0 {
             NoiseKind::LogUniform { vocab_size } => *vocab_size,
@@ -218,24 +226,25 @@ pub struct Negatives {
     scheme: Scheme,
 }
 
+/// How negatives were drawn, as far as their expected counts depend on it.
 #[derive(Clone, Copy, Debug)]
 enum Scheme {
-    With {
+    WithReplacement {
         samples: usize,
     },
-    Without {
+    WithoutReplacement {
         /// The time of the first arrival that was not drawn.
-        until: f64,
+        end: f64,
     },
 }
 
 impl Negatives {
-    /// The ids, ascending, each once.
+    /// The ids in ascending order, each once.
     pub fn token_ids(&self) -> &[usize] {
         &self.ids
     }
 
-    /// How often each of [`Negatives::token_ids`] was drawn.
+    /// The number of times that each of [`Negatives::token_ids`] was drawn.
     pub fn repeats(&self) -> &[usize] {
         &self.repeats
     }
@@ -245,17 +254,17 @@ impl Negatives {
         &self.noise
     }
 
-    /// How often an id is expected among the draws: `S P(c)` for S draws with replacement. Without replacement it is
-    /// `1 - exp(-t P(c))`, an estimate of the probability that the id is among them; t is such that a sum over the
-    /// draws, each term divided by this estimate, is unbiased. (TensorFlow has `1 - (1 - P(c))^t`, where t is the
-    /// number of tries.)
+    /// Returns how often an id is expected among the draws: `S P(c)` times for S draws with replacement. Without
+    /// replacement it is `1 - exp(-t P(c))`, an estimate of the probability that the id is among the draws; t is such
+    /// that a sum over the draws, each term divided by this estimate, is unbiased. (TensorFlow has `1 - (1 - P(c))^t`,
+    /// where t is the number of tries.)
     pub fn expected_count(&self, id: usize) -> f64 {
         let probability = self.noise.probability(id);
         match self.scheme {
-            Scheme::With { samples } => samples as f64 * probability,
+            Scheme::WithReplacement { samples } => samples as f64 * probability,
             // Infinity times zero is NaN.
-            Scheme::Without { .. } if probability == 0.0 => 0.0,
-            Scheme::Without { until } => -(-until * probability).exp_m1(),
+            Scheme::WithoutReplacement { .. } if probability == 0.0 => 0.0,
+            Scheme::WithoutReplacement { end } => -(-end * probability).exp_m1(),
         }
     }
 }

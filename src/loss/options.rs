@@ -39,12 +39,12 @@ pub enum Reduction {
     Mean,
     /// The weighted sum.
     Sum,
-    /// One loss per position. The gradients are computed in the backward pass, when the upstream gradient is known, and
-    /// the logits are computed twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
+    /// One loss per position. The gradients are computed in the backward pass, when the upstream gradient is known, so
+    /// that the logits are computed twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
     None,
 }
 
-/// Options of a loss. The default is a training step: mean over the positions, with gradients and dropout.
+/// Options of a loss. The default is a training step: the mean over the positions, with gradients and dropout.
 ///
 /// The objective of position t with target y, in nats, is
 ///
@@ -53,8 +53,8 @@ pub enum Reduction {
 /// mean = sum_t l_t / sum_t tau_t c_{y_t}
 /// ```
 ///
-/// with position weights tau, class weights c, label smoothing epsilon, z-loss coefficient zeta, and `lse_k` the
-/// log-sum-exp of component k's logits. PyTorch's `cross_entropy` has the same convention for c and epsilon.
+/// with position weights tau, class weights c, label smoothing epsilon, z-loss coefficient zeta, and the log-sum-exp
+/// `lse_k` of component k's logits. PyTorch's `cross_entropy` has the same convention for c and epsilon.
 ///
 /// # Examples
 ///
@@ -99,7 +99,7 @@ pub struct LossOptions {
     pub label_smoothing: f64,
     /// The coefficient of the z-loss. The default is 0.
     pub z_loss: f64,
-    /// Whether correct top-1 predictions are told and counted. The default is false.
+    /// Whether correct positions are told and counted. The default is false.
     pub correct: bool,
     /// The sample of the vocabulary that a training step looks at. The default is none.
     pub sampled: Option<SampledLoss>,
@@ -164,8 +164,8 @@ impl LossOptions {
         }
     }
 
-    /// The options of an evaluation: no gradients, which saves two of the three products, and no dropout. The value is
-    /// detached.
+    /// The options of an evaluation, without dropout and without gradients, which saves two of the three products. The
+    /// value is detached.
     pub fn evaluation() -> Self {
         LossOptions { train: false, dropout: DropoutMasks::Off, ..Self::new() }
     }
@@ -182,9 +182,9 @@ impl LossOptions {
         LossOptions { reduction, ..self }
     }
 
-    /// Divides the sum by this number in place of [`Loss::count`](crate::Loss::count), with [`Reduction::Mean`]: for
-    /// several batches with one optimizer step, the number of targets of all of them (or the sum of their weights).
-    /// Above 0.
+    /// Divides the sum by this number in place of [`Loss::count`](crate::Loss::count), with [`Reduction::Mean`]. If
+    /// several batches share one optimizer step, it is the number of targets of all of them (or the sum of their
+    /// weights). It must be above 0.
     pub fn with_denominator(self, denominator: f64) -> Self {
         LossOptions { denominator: Some(denominator), ..self }
     }
@@ -195,7 +195,7 @@ impl LossOptions {
         LossOptions { gradient_sum: Some(sum.clone()), ..self }
     }
 
-    /// Ignores positions with this target: no loss and no gradient, whatever their hidden state holds, NaN included.
+    /// Ignores positions with this target: they add neither a loss nor a gradient, even if their hidden state is NaN.
     /// The index need not be in the vocabulary. (A weight of zero removes a position from the loss, but not a NaN from
     /// the gradient of a projection.)
     pub fn with_ignore_index(self, index: i64) -> Self {
@@ -220,8 +220,8 @@ impl LossOptions {
         LossOptions { class_weights: Some(weights), ..self }
     }
 
-    /// Spreads this fraction of each target's mass evenly over the vocabulary (Szegedy et al., 2016). At least 0 and
-    /// below 1. It applies to the log-probabilities of the mixture, not of each component.
+    /// Spreads this fraction of each target's mass evenly over the vocabulary (Szegedy et al., 2016). It is at least 0
+    /// and below 1, and applies to the log-probabilities of the mixture, not to those of each component.
     pub fn with_label_smoothing(self, epsilon: f64) -> Self {
         LossOptions { label_smoothing: epsilon, ..self }
     }
@@ -237,14 +237,14 @@ impl LossOptions {
         LossOptions { precision, ..self }
     }
 
-    /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it. On the CPU a
-    /// budget that is too small for all threads is for fewer, and with a budget that is set the chunks depend on the number
-    /// of threads: losses and gradients then differ by rounding.
+    /// Sets the budget of the workspace in bytes; see [`Plan`](crate::Plan). Gradients are not part of it. On the CPU
+    /// fewer threads work if the budget is too small for all of them. With a budget that is set, the chunks depend on
+    /// the number of threads, so that losses and gradients differ by rounding.
     ///
-    /// The default holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with fewer
-    /// rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Products on Intel AMX take
-    /// 768 rows, and in bf16 all rows if they are at most twice as many as a context has elements: the gradient of a
-    /// single chunk needs no sum in f32, which would take more memory. On a GPU it holds 32 MiB
+    /// The default budget holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with
+    /// fewer rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Products on Intel
+    /// AMX take 768 rows, and in bf16 all rows if they are at most twice as many as a context has elements: the
+    /// gradient of a single chunk needs no sum in f32, which would take more memory. On a GPU the budget holds 32 MiB
     /// of logits or 1024 rows (Metal: 512), whichever is larger, and is at most 1 GiB (Metal: 512 MiB, of which half
     /// may be unused, because candle rounds allocations up to a power of two).
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
@@ -286,9 +286,9 @@ impl LossOptions {
     /// as in TensorFlow's `sampled_softmax_loss`, for every component of a mixture. Only the decoder's rows of
     /// negatives and targets are read. Draw new negatives for each step.
     ///
-    /// An evaluation is exact, whatever the negatives. A training step's [`Loss::nll`](crate::Loss::nll) is over
-    /// the sample. It cannot be combined with label smoothing, z-loss, counted predictions or a softcap. The
-    /// targets are read on the host: on a GPU this waits for the device.
+    /// An evaluation is exact, whatever the negatives are. In a training step [`Loss::nll`](crate::Loss::nll) is the
+    /// negative log-likelihood over the sample. The option cannot be combined with label smoothing, z-loss, correct
+    /// predictions or a softcap. The targets are read on the host: on a GPU this waits for the device.
     ///
     /// # Examples
     ///
@@ -315,17 +315,18 @@ impl LossOptions {
         LossOptions { sampled: Some(SampledLoss::Softmax(negatives)), ..self }
     }
 
-    /// Noise-contrastive estimation (Mnih & Teh, 2012), with normalisers of one: tells the target from the negatives by
-    /// one logistic regression each, whatever the others are. With `z'` as above, the loss is
+    /// Trains by noise-contrastive estimation (Mnih & Teh, 2012) with normalisers of one: a logistic regression for
+    /// each of target and negatives tells whether it is the target. With `z' = z - log E[count]` as in
+    /// [`LossOptions::with_sampled_softmax`], the loss is
     ///
     /// ```text
     /// -log sigmoid(z'_y) - sum_{v in negatives} log(1 - sigmoid(z'_v))
     /// ```
     ///
-    /// For one softmax; a mixture of several is [`Error::Unsupported`](crate::Error::Unsupported). An evaluation is
-    /// exact: its probabilities are normalised. [`Loss::nll`](crate::Loss::nll) of a training step is this loss. It
-    /// cannot be combined with label smoothing, z-loss or counted predictions. The targets are read on the host: on a GPU
-    /// this waits for the device. Memory: a few tensors of `[positions, negatives]`.
+    /// The head must be one softmax; a mixture of several is [`Error::Unsupported`](crate::Error::Unsupported). An
+    /// evaluation is exact: its probabilities are normalised. In a training step [`Loss::nll`](crate::Loss::nll) is the
+    /// loss above. The option cannot be combined with label smoothing, z-loss or correct predictions. The targets are
+    /// read on the host: on a GPU this waits for the device. A few tensors `[positions, negatives]` are in memory.
     ///
     /// # Examples
     ///
@@ -350,29 +351,29 @@ impl LossOptions {
         LossOptions { sampled: Some(SampledLoss::Nce(negatives)), ..self }
     }
 
-    /// Returns the decoder's rows that a sampled loss reads as variables,
-    /// [`Loss::decoder_rows`](crate::Loss::decoder_rows), in place of a gradient of the whole decoder, which is mostly
-    /// zeros. No gradient reaches the decoder's own variables then; a tied embedding gets the gradient of its use as
-    /// input alone. For a training step with a sample.
+    /// Makes variables of the decoder's rows that a sampled loss reads,
+    /// [`Loss::decoder_rows`](crate::Loss::decoder_rows), whose gradients take the place of a gradient of the whole
+    /// decoder, which is mostly zeros. No gradient reaches the decoder's own variables then: a tied embedding gets only
+    /// the gradient of its use as input. A training step with this option needs a sampled loss.
     pub fn with_decoder_rows(self, decoder_rows: bool) -> Self {
         LossOptions { decoder_rows, ..self }
     }
 
-    /// The sampled loss of a training step; an evaluation is exact.
+    /// Returns the sampled loss if this is a training step; an evaluation has none, because it is exact.
     pub(crate) fn sampled_step(&self) -> Option<&SampledLoss> {
         self.sampled.as_ref().filter(|_| self.train)
     }
 
-    /// The terms of the objective that the kernels compute.
+    /// Returns the terms of the objective that the kernels compute.
     pub(crate) fn terms(&self) -> LossTerms {
-        let &LossOptions { label_smoothing, z_loss, correct, .. } = self;
-        LossTerms { label_smoothing, z_loss, correct }
+        let &LossOptions { label_smoothing, z_loss, correct: needs_correct, .. } = self;
+        LossTerms { label_smoothing, z_loss, needs_correct }
     }
 
-    /// The options that are set and that not every head or loss supports.
-    pub(crate) fn asked(&self) -> impl Iterator<Item = OptionName> {
+    /// Returns the options that are set and that need the support of a head or loss, because not all have it.
+    pub(crate) fn needed_support(&self) -> impl Iterator<Item = OptionName> {
         let sampled = self.sampled_step();
-        let asked = [
+        let options = [
             (OptionName::LabelSmoothing, self.label_smoothing > 0.0),
             (OptionName::ZLoss, self.z_loss > 0.0),
             (OptionName::Correct, self.correct),
@@ -380,10 +381,10 @@ impl LossOptions {
             (OptionName::Nce, matches!(sampled, Some(SampledLoss::Nce(_)))),
             (OptionName::DecoderRows, sampled.is_some() && self.decoder_rows),
         ];
-        asked.into_iter().filter_map(|(option, is_set)| is_set.then_some(option))
+        options.into_iter().filter_map(|(option, is_set)| is_set.then_some(option))
     }
 
-    /// Checks the ranges of the numbers, and which options exclude each other.
+    /// Checks the ranges of the numbers, and that no two options exclude each other.
     pub(crate) fn validate(&self) -> Result<()> {
         if self.decoder_rows && self.train && self.sampled.is_none() {
             return Err(Error::config("decoder_rows", "a sampled loss", "none"));

@@ -1,7 +1,8 @@
-//! What a loss is asked for, checked once: its targets, the positions that count and how much, and the options.
+//! The request for a loss: the targets and the options, which are checked once, and what follows from them, such as the
+//! positions that are ignored and the weight of each position.
 //!
-//! Heads make a request where hidden states and targets meet; the mixture, the losses over a sample, the heads of two
-//! levels and [`Loss::from_nll`] consume it.
+//! Heads make a request where hidden states and targets meet. The mixture, the losses over a sample, the heads of two
+//! levels and [`Loss::from_nll`] compute a loss from it.
 
 use std::sync::OnceLock;
 
@@ -13,20 +14,20 @@ use crate::backend::objective::{GradScale, TargetLoss};
 use crate::error::{Error, OptionName, Result};
 use crate::tensors::checks::{check_device, check_float, check_targets, check_weights, leading, read_ids};
 
-/// A loss over targets, with checked arguments.
+/// The arguments of a loss over targets, which have been checked.
 #[derive(Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) options: &'a LossOptions,
-    /// `[..]`, one for each position
+    /// `[..]`: the target of each position
     pub(crate) targets: &'a Tensor,
-    /// Where targets are ignored, once it has been asked for.
+    /// Where targets are ignored; it is computed when it is first needed.
     ignored: OnceLock<Option<Tensor>>,
 }
 
 impl<'a> Request<'a> {
-    /// Checks the targets of positions with these leading dimensions, the weights and the numbers of the options;
-    /// `like` is on the device of the loss. Without a size of the vocabulary, whoever consumes the request checks the
-    /// number of class weights.
+    /// Checks the targets of positions with these leading dimensions, the weights and the numbers of the options.
+    /// `like` is a tensor on the device of the loss. If `vocab_size` is `None`, the caller must check the number of
+    /// class weights.
     pub(crate) fn new(
         leading: &[usize],
         vocab_size: Option<usize>,
@@ -49,9 +50,9 @@ impl<'a> Request<'a> {
         Ok(Request { options, targets, ignored: OnceLock::new() })
     }
 
-    /// An error that names `head` if an option is set that it does not support.
-    pub(crate) fn require(&self, head: &'static str, supported: &[OptionName]) -> Result<()> {
-        match self.options.asked().find(|option| !supported.contains(option)) {
+    /// Returns an error that names `head` if an option is set that it does not support.
+    pub(crate) fn check_support(&self, head: &'static str, supported: &[OptionName]) -> Result<()> {
+        match self.options.needed_support().find(|option| !supported.contains(option)) {
             Some(option) => Err(Error::Unsupported { option, head }),
             None => Ok(()),
         }
@@ -62,8 +63,8 @@ impl<'a> Request<'a> {
         self.targets.elem_count()
     }
 
-    /// The loss that the kernels compute over all ids. They check the ids, and leave out ignored positions. Numbers are
-    /// in this dtype.
+    /// Returns the loss over all ids that the kernels compute, with its numbers in this dtype. The kernels check the
+    /// targets, and leave out ignored positions.
     pub(crate) fn target_loss(&self, dtype: DType) -> Result<TargetLoss> {
         let options = self.options;
         let flat = |weights: &Option<Tensor>| {
@@ -83,7 +84,7 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// The factor of the gradient of each position's weighted objective.
+    /// Returns the factor of the gradient of each position's weighted objective.
     pub(crate) fn gradient_scale(&self) -> GradScale {
         match (self.options.reduction, self.options.denominator) {
             (Reduction::Mean, Some(denominator)) => GradScale::Constant(1.0 / denominator),
@@ -92,8 +93,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// The value of a loss: the reduction of the positions' weighted objectives, of which `sum` is the sum, and `count`
-    /// the sum of their weights.
+    /// Reduces the positions' weighted objectives to the value of a loss. `sum` is their sum, `count` is the sum of
+    /// their weights, and `objective` returns all of them, if there is no reduction.
     pub(crate) fn value(
         &self,
         sum: &Tensor,
@@ -105,18 +106,18 @@ impl<'a> Request<'a> {
                 if let Some(denominator) = self.options.denominator {
                     return Ok((sum / denominator)?);
                 }
-                // Zero without a weight; neither number is read.
-                let nothing = count.eq(0f64)?;
-                let divisor = nothing.where_cond(&count.ones_like()?, count)?;
-                Ok(nothing.where_cond(&sum.zeros_like()?, &(sum / divisor)?)?)
+                // The value is zero if the count is. Reading either number would wait for the device.
+                let is_zero = count.eq(0f64)?;
+                let divisor = is_zero.where_cond(&count.ones_like()?, count)?;
+                Ok(is_zero.where_cond(&sum.zeros_like()?, &(sum / divisor)?)?)
             }
             Reduction::Sum => Ok(sum.clone()),
             Reduction::None => objective(),
         }
     }
 
-    /// The loss of these negative log-likelihoods, `[..]`, which are differentiable.
-    pub(crate) fn loss_of_nll(&self, nll: &Tensor) -> Result<Loss> {
+    /// Computes the loss from the negative log-likelihoods of the targets, `[..]`, which are differentiable.
+    pub(crate) fn loss_from_nll(&self, nll: &Tensor) -> Result<Loss> {
         let options = self.options;
         let zeros = nll.zeros_like()?.detach();
         if nll.elem_count() == 0 && nll.device().is_cuda() {
@@ -136,8 +137,8 @@ impl<'a> Request<'a> {
         }
         if let Some(class_weights) = &options.class_weights {
             let ids = self.target_ids()?.flatten_all()?;
-            let of_targets = class_weights.to_dtype(nll.dtype())?.detach().index_select(&ids, 0)?;
-            weights = (weights * of_targets.reshape(nll.shape())?)?;
+            let target_weights = class_weights.to_dtype(nll.dtype())?.detach().index_select(&ids, 0)?;
+            weights = (weights * target_weights.reshape(nll.shape())?)?;
         }
         let mut nll = nll.clone();
         if let Some(ignored) = self.ignored()? {
@@ -151,8 +152,8 @@ impl<'a> Request<'a> {
         Ok(Loss { is_evaluation: !options.train, ..Loss::new(value, sum, count, nll) })
     }
 
-    /// Where targets are ignored (u8, `[..]`); `None` if none is, or, on a GPU, where reading them would wait, if no
-    /// index is.
+    /// Returns where targets are ignored, `[..]` in u8, or `None` if none is. On a GPU, where reading the targets would
+    /// wait, it is `None` only if the options ignore no index.
     fn ignored(&self) -> Result<Option<&Tensor>> {
         if let Some(ignored) = self.ignored.get() {
             return Ok(ignored.as_ref());
@@ -160,24 +161,24 @@ impl<'a> Request<'a> {
         let ignored = match self.options.ignore_index.filter(|_| self.positions() > 0) {
             Some(index) => {
                 let ignored = self.targets.to_dtype(DType::I64)?.eq(index)?;
-                let is_none = ignored.device().is_cpu() && ignored.flatten_all()?.max(0)?.to_scalar::<u8>()? == 0;
-                (!is_none).then_some(ignored)
+                let are_none = ignored.device().is_cpu() && ignored.flatten_all()?.max(0)?.to_scalar::<u8>()? == 0;
+                (!are_none).then_some(ignored)
             }
             None => None,
         };
         Ok(self.ignored.get_or_init(|| ignored).as_ref())
     }
 
-    /// Whether contexts must be masked at ignored positions: the CPU's kernels leave these positions out. Those of a
-    /// GPU multiply them by zero, and NCE consists of candle's operations.
+    /// Whether contexts must be masked at ignored positions. The CPU's kernels leave these positions out, but those of
+    /// a GPU multiply them by zero, and NCE is composed of candle's operations.
     pub(crate) fn needs_mask(&self) -> bool {
         let is_nce = matches!(self.options.sampled_step(), Some(SampledLoss::Nce(_)));
         self.options.ignore_index.is_some() && (is_nce || !self.targets.device().is_cpu())
     }
 
-    /// `values` `[.., n]` or `[.., K, d]` with zeros at ignored positions, so that a NaN there reaches no gradient.
-    /// Returns `values` unchanged if no position is ignored; on a GPU, where reading the targets would wait, if no
-    /// index is ignored.
+    /// Sets `values`, `[.., n]` or `[.., K, d]`, to zero at ignored positions, so that a NaN there reaches no gradient.
+    /// If no position is ignored, it returns `values` unchanged; on a GPU, where reading the targets would wait, only
+    /// if the options ignore no index.
     pub(crate) fn mask(&self, values: &Tensor) -> Result<Tensor> {
         let Some(ignored) = self.ignored()?.filter(|_| values.elem_count() > 0) else { return Ok(values.clone()) };
         let mut dims = ignored.dims().to_vec();
@@ -186,7 +187,7 @@ impl<'a> Request<'a> {
         Ok(ignored.where_cond(&values.zeros_like()?, values)?)
     }
 
-    /// The targets `[..]` as i64, with id 0 in place of ignored ones.
+    /// Returns the targets `[..]` as i64, with id 0 in place of ignored ones.
     pub(super) fn target_ids(&self) -> Result<Tensor> {
         let targets = self.targets;
         let ids = if self.positions() == 0 { targets.clone() } else { targets.to_dtype(DType::I64)? };
@@ -196,7 +197,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// The targets on the host, `None` where ignored, checked against the vocabulary. Waits for their device.
+    /// Reads the targets on the host, which waits for their device, and checks that they are in the vocabulary. An
+    /// ignored target is `None`.
     pub(crate) fn read_ids(&self, vocab_size: usize) -> Result<Vec<Option<usize>>> {
         read_ids("targets", self.targets, self.options.ignore_index, vocab_size)
     }
@@ -206,8 +208,8 @@ impl<'a> Request<'a> {
         self.options.position_weights.is_some() || self.options.class_weights.is_some()
     }
 
-    /// The weight of each position, its target's class weight included, on the host; zero where the target is ignored.
-    /// Waits for the weights' device.
+    /// Reads the weight of each position on the host, which waits for the weights' device. It is the product of
+    /// position weight and class weight of the target, or zero if the target is ignored.
     pub(crate) fn read_weights(&self, targets: &[Option<usize>]) -> Result<Vec<f64>> {
         let read = |weights: &Option<Tensor>| match weights {
             None => Ok(None),
@@ -216,17 +218,18 @@ impl<'a> Request<'a> {
                 Ok::<_, Error>(Some(weights.to_vec1::<f64>()?))
             }
         };
-        let (of_positions, of_ids) = (read(&self.options.position_weights)?, read(&self.options.class_weights)?);
+        let position_weights = read(&self.options.position_weights)?;
+        let class_weights = read(&self.options.class_weights)?;
         let weight = |(position, target): (usize, &Option<usize>)| {
             let Some(id) = *target else { return 0.0 };
-            of_positions.as_ref().map_or(1.0, |weights| weights[position])
-                * of_ids.as_ref().map_or(1.0, |weights| weights[id])
+            position_weights.as_ref().map_or(1.0, |weights| weights[position])
+                * class_weights.as_ref().map_or(1.0, |weights| weights[id])
         };
         Ok(targets.iter().enumerate().map(weight).collect())
     }
 
-    /// The factor of each position's negative log-likelihood in the value: its weight and, for the mean, the reciprocal
-    /// of the denominator. `None` if all factors are one. Waits for the weights' device.
+    /// Reads the factor of each position's negative log-likelihood in the value, which waits for the weights' device:
+    /// its weight, for the mean divided by the denominator. Returns `None` if all factors are one.
     pub(crate) fn read_factors(&self, targets: &[Option<usize>]) -> Result<Option<Vec<f64>>> {
         let is_mean = self.options.reduction == Reduction::Mean;
         if !self.is_weighted() && !is_mean {
@@ -242,9 +245,9 @@ impl<'a> Request<'a> {
 }
 
 impl LossOptions {
-    /// Hidden states `[.., hidden]` with zeros at ignored positions, and targets `[..]` (i64) with id 0 there: what a
-    /// head of your own computes its loss from, so that nothing at an ignored position, NaN included, reaches a
-    /// gradient. Pass the original targets to [`Loss::from_nll`](crate::Loss::from_nll).
+    /// Returns hidden states `[.., hidden]` with zeros at ignored positions, and targets `[..]` (i64) with id 0 there.
+    /// A head of your own computes its loss from these, so that nothing at an ignored position reaches a gradient, not
+    /// even a NaN. Pass the original targets to [`Loss::from_nll`](crate::Loss::from_nll).
     ///
     /// # Shapes
     ///
@@ -263,8 +266,8 @@ impl LossOptions {
 }
 
 impl Loss {
-    /// The loss of a head that computes the negative log-likelihood of each target itself. Ignored targets, weights of
-    /// positions and classes, and the reduction follow the options.
+    /// Makes the loss of a head that computes the negative log-likelihood of each target itself. The options decide
+    /// which targets are ignored, the weights of positions and classes, and the reduction.
     ///
     /// # Shapes
     ///
@@ -274,12 +277,12 @@ impl Loss {
     /// # Errors
     ///
     /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`] for options that
-    /// need more than this: label smoothing, z-loss, counted predictions, sampled losses.
-    /// Whether targets are in the vocabulary is for the head to check.
+    /// need more than the negative log-likelihoods: label smoothing, z-loss, correct predictions, sampled losses. The
+    /// head itself must check that targets are in the vocabulary.
     pub fn from_nll(nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         check_float("nll", nll)?;
         let request = Request::new(nll.dims(), None, nll, targets, options)?;
-        request.require("Loss::from_nll", &[])?;
-        request.loss_of_nll(nll)
+        request.check_support("Loss::from_nll", &[])?;
+        request.loss_from_nll(nll)
     }
 }

@@ -1,4 +1,4 @@
-//! The results of a loss.
+//! The results of a loss, and its backward pass.
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId, Var};
@@ -39,16 +39,16 @@ use crate::tensors::checks::{check_alike, read_ids};
 pub struct Loss {
     /// The differentiable value: a scalar, or of the targets' shape for [`Reduction::None`](crate::Reduction::None).
     pub value: Tensor,
-    /// Scalar: the weighted sum of the objective over the positions. Detached, like all fields below.
+    /// Scalar: the weighted sum of the objective over the positions. It is detached, as all fields below.
     pub sum: Tensor,
     /// Scalar: the denominator of the mean; without weights the number of positions that are not ignored.
     pub count: Tensor,
-    /// Of the targets' shape: the negative log-likelihood `-log p(y)` of each position in nats, without weights,
+    /// `[..]`, the targets' shape: the negative log-likelihood `-log p(y)` of each position in nats, without weights,
     /// smoothing or z-loss; zero where the target is ignored.
     pub nll: Tensor,
-    /// Of the targets' shape, u8: one where the target is the most probable token id, among equals the lowest, and zero
-    /// elsewhere, if requested ([`LossOptions::with_correct`](crate::LossOptions::with_correct)). It is zero where the
-    /// target is ignored or the distribution is NaN.
+    /// `[..]`, the targets' shape, in u8: one where the target is the most probable token id (among equals the lowest),
+    /// and zero elsewhere, as where the target is ignored or the distribution is NaN. It is computed if requested
+    /// ([`LossOptions::with_correct`](crate::LossOptions::with_correct)).
     pub is_correct: Option<Tensor>,
     /// Scalar: the number of positions whose target is the most probable token id, if requested
     /// ([`LossOptions::with_correct`](crate::LossOptions::with_correct)).
@@ -58,13 +58,13 @@ pub struct Loss {
     pub decoder_rows: Option<DecoderRows>,
     /// The decoder's weight, if it is a variable.
     pub(crate) decoder: Option<Tensor>,
-    /// The decoders of other nodes that are summed in the value.
-    pub(crate) parts: Vec<Leaf>,
+    /// The decoders of other nodes of the graph that the value depends on, if they are variables.
+    pub(crate) other_decoders: Vec<Leaf>,
     /// The variables of the head that these options or targets leave without a gradient.
     pub(crate) spared: Vec<TensorId>,
-    /// Targets on a GPU, which the loss does not check.
-    pub(crate) unchecked: Option<Unchecked>,
-    /// Whether the options ask for no gradients.
+    /// The targets, if they are on a GPU, where the loss does not check them.
+    pub(crate) unchecked: Option<UncheckedTargets>,
+    /// Whether it is the loss of an evaluation, which has no gradients.
     pub(crate) is_evaluation: bool,
 }
 
@@ -112,14 +112,15 @@ pub struct DecoderRows {
 
 /// Targets that were not checked, because reading them would wait for the GPU.
 #[derive(Clone, Debug)]
-pub(crate) struct Unchecked {
+pub(crate) struct UncheckedTargets {
     pub(crate) targets: Tensor,
     pub(crate) ignore_index: Option<i64>,
     pub(crate) vocab_size: usize,
 }
 
 impl Loss {
-    /// The loss of a head that computes all results itself. `is_correct` and `correct` are fields to be set.
+    /// Makes the loss of a head that computes all results itself. If it also computes `is_correct` and `correct`, it
+    /// sets these fields.
     ///
     /// # Shapes
     ///
@@ -138,14 +139,14 @@ impl Loss {
             correct: None,
             decoder_rows: None,
             decoder: None,
-            parts: Vec::new(),
+            other_decoders: Vec::new(),
             spared: Vec::new(),
             unchecked: None,
             is_evaluation: false,
         }
     }
 
-    /// The loss with the number of correct positions beside these.
+    /// Sets which positions are correct, and their number.
     pub(crate) fn with_is_correct(self, is_correct: Tensor) -> Result<Self> {
         // A GPU cannot launch zero blocks.
         let correct = match is_correct.elem_count() {
@@ -155,24 +156,24 @@ impl Loss {
         Ok(Loss { is_correct: Some(is_correct), correct: Some(correct), ..self })
     }
 
-    /// The gradients of the value with respect to every variable that it depends on. `loss.value.backward()` computes
-    /// the same, with one more copy of the decoder's gradient, the largest.
+    /// Computes the gradients of the value with respect to every variable that it depends on. `loss.value.backward()`
+    /// computes the same, with one more copy of the decoder's gradient, the largest.
     ///
     /// A variable whose every path to the value leads through one of candle's fused operations, such as
     /// `candle_nn::RmsNorm`, has no gradient: [`Loss::check_gradients`] names it.
     ///
     /// # Errors
     ///
-    /// If it is the loss of an [evaluation](crate::LossOptions::evaluation), which has no gradients (unless there are no
-    /// positions, which have none in any case), the backward pass of an
-    /// operation before the head fails, or memory runs out.
+    /// If it is the loss of an [evaluation](crate::LossOptions::evaluation), which has no gradients (with no positions
+    /// it is not an error), if the backward pass of an operation before the head fails, or if memory runs out.
     pub fn backward(&self) -> Result<GradStore> {
         self.check_training()?;
         autograd::backward(&self.value, None, self.leaves().collect())
     }
 
-    /// The gradients of the value plus a penalty, another differentiable scalar, such as a regulariser of the hidden
-    /// states or the loss of another head: as [`Loss::backward`], in one pass over the graph that they share.
+    /// Computes the gradients of the value plus a penalty, as [`Loss::backward`] does, in one pass over the graph that
+    /// both share. The penalty is another differentiable scalar, such as a regulariser of the hidden states or the loss
+    /// of another head.
     ///
     /// # Shapes
     ///
@@ -180,8 +181,8 @@ impl Loss {
     ///
     /// # Errors
     ///
-    /// If the value or the penalty is not a scalar, their dtypes or devices differ, candle's backward pass fails, or as for
-    /// [`Loss::backward`].
+    /// If the value or the penalty is not a scalar, their dtypes or devices differ, candle's backward pass fails, or as
+    /// for [`Loss::backward`].
     ///
     /// # Examples
     ///
@@ -210,9 +211,9 @@ impl Loss {
         autograd::backward(&self.value, Some(penalty), self.leaves().collect())
     }
 
-    /// An error for the loss of an evaluation.
+    /// Returns an error if this is the loss of an evaluation.
     fn check_training(&self) -> Result<()> {
-        // Without positions, neither has gradients that are not zero.
+        // If there are no positions, the gradients of a training step are zero too.
         if self.is_evaluation && self.nll.elem_count() > 0 {
             let got = "that of LossOptions::evaluation(), or with train = false, which has none";
             return Err(Error::config("loss", "the loss of a training step, which has gradients", got));
@@ -220,13 +221,13 @@ impl Loss {
         Ok(())
     }
 
-    /// The variables whose gradients bypass candle's sum.
+    /// Returns the variables whose gradients bypass candle's sum.
     pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
         let own = self.decoder.iter().map(|decoder| Leaf { node: self.value.id(), variable: decoder.clone() });
-        own.chain(self.parts.iter().cloned())
+        own.chain(self.other_decoders.iter().cloned())
     }
 
-    /// `sum` and `count` as numbers, in one transfer; waits for the device.
+    /// Reads `sum` and `count` as numbers, in one transfer, which waits for the device.
     ///
     /// # Errors
     ///
@@ -236,8 +237,8 @@ impl Loss {
         let numbers = Tensor::stack(&[&self.sum, &self.count], 0)?.to_device(&Device::Cpu)?;
         let numbers = numbers.to_dtype(DType::F64)?.to_vec1::<f64>()?;
         let (sum, count) = (numbers[0], numbers[1]);
-        if let Some(Unchecked { targets, ignore_index, vocab_size }) = self.unchecked.as_ref().filter(|_| sum.is_nan())
-        {
+        if let Some(unchecked) = self.unchecked.as_ref().filter(|_| sum.is_nan()) {
+            let UncheckedTargets { targets, ignore_index, vocab_size } = unchecked;
             read_ids("targets", targets, *ignore_index, *vocab_size)?;
         }
         Ok((sum, count))

@@ -1,10 +1,11 @@
-//! What a loss of one's own knows of a chunk of positions, and what it returns; and the node of such a loss.
+//! The arguments and the results of a function that computes a loss of the user's own for a chunk of positions, and the
+//! node of such a loss in candle's graph.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
 
-use super::node::{self, Known};
+use super::node::{self, KnownGradients};
 use super::Mixture;
 use crate::backend::contract::{Gradients, LossResults};
 use crate::backend::operands::{NeedsGrad, Operands};
@@ -43,7 +44,7 @@ use crate::loss::{Loss, Reduction};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ChunkScores {
-    /// These positions among all, in the flattened leading dimensions.
+    /// The chunk's positions among all, in the flattened leading dimensions.
     pub positions: Range<usize>,
     /// `[positions]`, or `[positions, n]` for `n` candidates: the log-probability of each token id.
     pub log_prob: Tensor,
@@ -83,9 +84,9 @@ pub struct ChunkScores {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ChunkLogProbs {
-    /// These positions among all, in the flattened leading dimensions.
+    /// The chunk's positions among all, in the flattened leading dimensions.
     pub positions: Range<usize>,
-    /// `[positions, vocab]`
+    /// `[positions, vocab]`: the log-probability of each token id.
     pub log_probs: Tensor,
 }
 
@@ -120,9 +121,10 @@ pub struct ChunkLogProbs {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ChunkTerms {
-    /// `[positions]`: what each position adds to the loss.
+    /// `[positions]`: the values, whose sum over all positions is the loss.
     pub values: Tensor,
-    /// `[positions]`, `[positions, n]`, or `[positions, vocab]`: the derivatives of the values by the log-probabilities.
+    /// `[positions]`, `[positions, n]`, or `[positions, vocab]`: the derivatives of the values by the
+    /// log-probabilities.
     pub by_log_prob: Tensor,
     /// `[positions]`: the derivatives of the values by the entropies; `None` if they do not depend on them.
     pub by_entropy: Option<Tensor>,
@@ -132,7 +134,7 @@ pub struct ChunkTerms {
 }
 
 impl ChunkTerms {
-    /// Values that depend on the log-probabilities alone.
+    /// Makes the terms of values that depend on the log-probabilities alone.
     ///
     /// # Shapes
     ///
@@ -162,8 +164,9 @@ impl ChunkTerms {
 }
 
 impl Mixture {
-    /// The loss whose value is the sum of these results; `compute` computes its gradients again.
-    pub(super) fn loss_of_results(
+    /// Makes the loss whose value is the sum of these results. The first backward pass takes their gradients; a second
+    /// one calls `compute`, which computes them again.
+    pub(super) fn loss_from_results(
         &self,
         results: LossResults,
         needs_grad: NeedsGrad,
@@ -172,7 +175,7 @@ impl Mixture {
         let operands = self.operands.clone();
         let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
         let value = if needs_grad.any() {
-            let known = Some(Known { gradients: results.gradients, is_sum: false });
+            let known = Some(KnownGradients { gradients: results.gradients, is_sum: false });
             node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| compute(operands))?
         } else {
             value

@@ -7,20 +7,20 @@ use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
 use crate::tensors::checks::{check_elements, check_float, check_hidden, check_targets, leading};
 
-/// The cross-entropy of a linear layer: what `cross_entropy(linear(hidden), targets)` gives, and its gradients, at the
-/// memory of one chunk of logits. The same as the loss of a
-/// [`SoftmaxHead`](crate::SoftmaxHead) made from these tensors.
+/// Computes the cross-entropy of a linear layer, `cross_entropy(linear(hidden), targets)`, and its gradients, with one
+/// chunk of logits in memory at a time. It is the loss of a [`SoftmaxHead`](crate::SoftmaxHead) made from these
+/// tensors.
 ///
 /// # Shapes
 ///
 /// - hidden: `[.., hidden]`, f16, bf16, f32 or f64
-/// - weight: `[vocab, hidden]`, of the same dtype; a variable, a view of one, or computed of some
+/// - weight: `[vocab, hidden]`, of the same dtype; a variable, a view of one, or computed from variables
 /// - bias: `[vocab]`
 /// - targets: `[..]`; u8, u32 or i64
 ///
 /// # Errors
 ///
-/// As for [`OutputLayer::loss`](crate::OutputLayer::loss).
+/// The errors are those of [`OutputLayer::loss`](crate::OutputLayer::loss).
 ///
 /// # Examples
 ///

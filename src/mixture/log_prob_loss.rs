@@ -1,4 +1,4 @@
-//! A loss that is a function of the log-probabilities of all ids, chunk by chunk.
+//! A loss of the user's own: a function of the log-probabilities of all ids, chunk by chunk.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use crate::error::{Error, Result};
 use crate::loss::Loss;
 
 impl Mixture {
-    /// The sum of values that depend on the log-probabilities of all ids at each position, with gradients from three
-    /// products (on a GPU four): `terms` gets the log-probabilities of a chunk of positions and returns the values and
-    /// their derivatives, before the gradient of the chunk's logits replaces them. No tensor of all positions' size is
-    /// held. `workspace_bytes` is the budget of the workspace, as of
-    /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
+    /// Computes the sum of values that depend on the log-probabilities of all ids at each position, with gradients from
+    /// three products (on a GPU four). `terms` gets the log-probabilities of a chunk of positions and returns the
+    /// values and their derivatives, before the gradient of the chunk's logits replaces them, so that the
+    /// log-probabilities of all positions are never in memory at once. `workspace_bytes` is the budget of the
+    /// workspace, as in [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
     ///
     /// # Shapes
     ///
@@ -62,7 +62,7 @@ impl Mixture {
         terms: impl Fn(ChunkLogProbs) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<Loss> {
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
-        self.log_prob_loss_of(workspace_bytes, Ok, move |positions, log_probs| {
+        self.unchecked_log_prob_loss(workspace_bytes, Ok, move |positions, log_probs| {
             let (n, dims) = (positions.len(), log_probs.dims().to_vec());
             let ChunkTerms { values, by_log_prob, .. } = terms(ChunkLogProbs { positions, log_probs })?;
             for (argument, tensor, expected) in [("values", &values, &[n][..]), ("by_log_prob", &by_log_prob, &dims)] {
@@ -70,24 +70,24 @@ impl Mixture {
                     return Err(Error::shape(argument, format!("{expected:?}"), tensor.dims()));
                 }
             }
-            // Something else may refer to the derivatives.
+            // The derivatives are copied, because the function may have kept a reference to them.
             Ok((values.detach().to_dtype(dtype)?, by_log_prob.detach().to_dtype(dtype)?.copy()?))
         })
     }
 
-    /// As [`Mixture::log_prob_loss`], for terms whose derivatives nothing else refers to. The loss is that of the
-    /// `reduced` results.
-    pub(super) fn log_prob_loss_of(
+    /// Computes the loss as [`Mixture::log_prob_loss`] does, without checks of shapes and without a copy of the
+    /// derivatives, which nothing else may refer to. `reduce` may change the results before they become the loss.
+    pub(super) fn unchecked_log_prob_loss(
         &self,
         workspace_bytes: Option<usize>,
-        reduced: impl FnOnce(LossResults) -> Result<LossResults>,
+        reduce: impl FnOnce(LossResults) -> Result<LossResults>,
         terms: impl Fn(Range<usize>, Tensor) -> Result<(Tensor, Tensor)> + Send + Sync + 'static,
     ) -> Result<Loss> {
         let terms: Arc<LogProbTerms> = Arc::new(terms);
         let (operands, needs_grad) = (self.operands.clone(), needs_grad(&self.operands));
         let plan = backend::plan(&operands, Task::log_prob_terms(needs_grad), workspace_bytes)?;
-        let results = reduced(backend::log_prob_loss(&operands, &*terms, needs_grad, &plan)?)?;
-        self.loss_of_results(results, needs_grad, move |operands| {
+        let results = reduce(backend::log_prob_loss(&operands, &*terms, needs_grad, &plan)?)?;
+        self.loss_from_results(results, needs_grad, move |operands| {
             Ok(backend::log_prob_loss(operands, &*terms, needs_grad, &plan)?.gradients)
         })
     }

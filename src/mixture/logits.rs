@@ -1,4 +1,4 @@
-//! The logits of one softmax.
+//! The logits of a mixture of one softmax.
 
 use candle_core::Tensor;
 
@@ -6,9 +6,10 @@ use super::Mixture;
 use crate::error::{Error, Result};
 
 impl Mixture {
-    /// The logits of one softmax `[.., vocab]` in the dtype of the contexts, after scale, bias and softcap: what other
-    /// samplers and processors expect. They are candle's product of contexts and decoder, and differentiable. A mixture
-    /// of several softmaxes has none; [`Mixture::log_probs`] are logits of its distribution.
+    /// Computes the logits of one softmax `[.., vocab]` in the dtype of the contexts, after scale, bias and softcap,
+    /// for samplers and processors that expect logits. They are candle's product of contexts and decoder, and
+    /// differentiable. A mixture of several softmaxes has no logits; its [`Mixture::log_probs`] are logits of the same
+    /// distribution.
     ///
     /// # Shapes
     ///
@@ -46,10 +47,10 @@ impl Mixture {
             return Ok(Tensor::zeros(shape, operands.contexts.dtype(), operands.contexts.device())?);
         }
         let contexts = operands.contexts.squeeze(1)?;
-        let of_adapter = operands.adapter_columns()?;
-        let mut z = contexts.narrow(1, 0, of_adapter.start)?.contiguous()?.matmul(&operands.weight.t()?)?;
+        let adapter_columns = operands.adapter_columns()?;
+        let mut z = contexts.narrow(1, 0, adapter_columns.start)?.contiguous()?.matmul(&operands.weight.t()?)?;
         if let Some(adapter) = &operands.adapter {
-            let contexts = contexts.narrow(1, of_adapter.start, of_adapter.len())?.contiguous()?;
+            let contexts = contexts.narrow(1, adapter_columns.start, adapter_columns.len())?.contiguous()?;
             z = (z + contexts.matmul(&adapter.t()?)?)?;
         }
         if let Some(bias) = &operands.bias {

@@ -1,4 +1,5 @@
-//! The fused mixture: from contexts and log-priors to a loss or log-probabilities.
+//! The fused mixture, in which a head joins its projection and its decoder: from contexts and log-priors to a loss,
+//! log-probabilities or scores.
 //!
 //! ```text
 //! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b    (Yang et al., 2018, equation 3)
@@ -80,7 +81,7 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// The mixture of the softmaxes of these contexts.
+    /// Makes the mixture of the softmaxes of these contexts.
     ///
     /// # Shapes
     ///
@@ -96,21 +97,22 @@ impl Mixture {
     /// If shapes, dtypes or devices do not match, a dimension other than the number of positions is zero, a tensor has
     /// more than 2^40 elements, or there are more than 2^32 - 1 token ids.
     pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
-        // Before a copy is made.
-        sizes(contexts, weight)?;
+        // The sizes are checked before the weight is copied.
+        check_shapes(contexts, weight)?;
         let is_read_in_place = weight.is_contiguous() || weight.rank() == 2 && weight.t()?.is_contiguous();
         let weight = if is_read_in_place { weight.clone() } else { weight.contiguous()? };
-        Self::of_rows(contexts, log_priors, weight, bias)
+        Self::from_uncopied(contexts, log_priors, weight, bias)
     }
 
-    /// As [`Mixture::new`], with a weight of any layout, which only a loss over a sample may read.
-    pub(crate) fn of_rows(
+    /// Makes the mixture as [`Mixture::new`] does, but never copies the weight. If the layout of the weight is neither
+    /// that of a contiguous tensor nor that of its transpose, only a loss over a sample may read it.
+    pub(crate) fn from_uncopied(
         contexts: &Tensor,
         log_priors: Option<&Tensor>,
         weight: Tensor,
         bias: Option<&Tensor>,
     ) -> Result<Self> {
-        let sizes = sizes(contexts, &weight)?;
+        let sizes = check_shapes(contexts, &weight)?;
         let Sizes { positions, components, context_dim, vocab } = sizes;
         let leading = &contexts.dims()[..contexts.rank() - 2];
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
@@ -144,7 +146,7 @@ impl Mixture {
             operands: Operands {
                 sizes,
                 contexts: match contexts.rank() {
-                    // Not even a reshape: candle would copy its gradient.
+                    // There is not even a reshape, because candle would copy its gradient.
                     3 => contexts.contiguous()?,
                     _ => contexts.reshape((positions, components, context_dim))?.contiguous()?,
                 },
@@ -159,8 +161,8 @@ impl Mixture {
         })
     }
 
-    /// Bounds the logits softly: `z = cap tanh((c W^T + b) / cap)` (Gemma Team: Gemma 2: Improving Open Language Models
-    /// at a Practical Size. 2024, arXiv 2408.00118). It applies to every result of this mixture.
+    /// Bounds the logits of every result of this mixture softly: `z = cap tanh((c W^T + b) / cap)` (Gemma Team: Gemma
+    /// 2: Improving Open Language Models at a Practical Size. 2024, arXiv 2408.00118).
     ///
     /// # Errors
     ///
@@ -170,7 +172,7 @@ impl Mixture {
         self.with_logits(logit_scale, Some(cap))
     }
 
-    /// Multiplies the logits, before the softcap: `z = scale (c W^T + b)`, in f32 (f64 for f64) whatever the dtype.
+    /// Multiplies the logits, before the softcap: `z = scale (c W^T + b)`, in f32 (f64 for f64) for every dtype.
     ///
     /// # Errors
     ///
@@ -205,39 +207,40 @@ impl Mixture {
         self
     }
 
-    /// The precision of a loss with these options: the lower one.
-    fn precision_of(&self, options: &LossOptions) -> Precision {
+    /// Returns the precision of a loss with these options: the lower of the mixture's and theirs.
+    fn loss_precision(&self, options: &LossOptions) -> Precision {
         match options.precision {
             Precision::Full => self.operands.precision,
             reduced => reduced,
         }
     }
 
+    /// Sets the scale and the softcap of the logits.
     pub(crate) fn with_logits(mut self, logit_scale: f64, softcap: Option<f64>) -> Result<Self> {
         check_logits(logit_scale, softcap)?;
         (self.operands.logit_scale, self.operands.softcap) = (logit_scale, softcap);
         Ok(self)
     }
 
-    /// The mixture under a decoder that has an adapter `[vocab, r]` to the right of its weight, whose contexts `[rows, r]`
-    /// are a function of these `[rows, d]`.
+    /// Adds an adapter `[vocab, r]` to the decoder, as columns to the right of its weight. `adapter_contexts` makes the
+    /// contexts `[rows, r]` that the adapter multiplies from the mixture's `[rows, d]`.
     pub(crate) fn with_adapter(
         self,
         adapter: &Tensor,
-        contexts_of: impl Fn(&Tensor) -> Result<Tensor>,
+        adapter_contexts: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Self> {
         let Operands { sizes, contexts, .. } = self.operands.clone();
         check_alike("adapter", adapter, "contexts", &contexts)?;
         let rank = adapter.dim(1)?;
-        let of_adapter = contexts_of(&contexts.flatten(0, 1)?)?;
-        let of_adapter = of_adapter.reshape((sizes.positions, sizes.components, rank))?;
-        let contexts = Tensor::cat(&[&contexts, &of_adapter], 2)?.contiguous()?;
+        let adapter_contexts = adapter_contexts(&contexts.flatten(0, 1)?)?;
+        let adapter_contexts = adapter_contexts.reshape((sizes.positions, sizes.components, rank))?;
+        let contexts = Tensor::cat(&[&contexts, &adapter_contexts], 2)?.contiguous()?;
         let sizes = Sizes { context_dim: sizes.context_dim + rank, ..sizes };
         let adapter = Some(adapter.contiguous()?);
         Ok(self.with_operands(Operands { sizes, contexts, adapter, ..self.operands.clone() }))
     }
 
-    /// The contexts, `[.., K, d]`.
+    /// Returns the contexts, `[.., K, d]`.
     ///
     /// # Shapes
     ///
@@ -253,7 +256,7 @@ impl Mixture {
         Ok(contexts.reshape([&self.leading[..], &[components, d]].concat())?)
     }
 
-    /// The log-priors, `[.., K]`, in f32 (f64 for f64): the log-probability of each component at each position.
+    /// Returns the log-priors, `[.., K]`, in f32 (f64 for f64): the log-probability of each component at each position.
     ///
     /// # Shapes
     ///
@@ -271,7 +274,7 @@ impl Mixture {
         }
     }
 
-    /// Log-probabilities `[.., vocab]`, in the dtype of the contexts. Differentiable.
+    /// Computes log-probabilities `[.., vocab]` in the dtype of the contexts. They are differentiable.
     ///
     /// # Shapes
     ///
@@ -284,8 +287,8 @@ impl Mixture {
         self.log_probs_as(self.operands.contexts.dtype())
     }
 
-    /// Log-probabilities `[.., vocab]` in another dtype: a half-precision mixture does not round them if it is
-    /// f32. Differentiable.
+    /// Computes log-probabilities `[.., vocab]` in another dtype: those of a half-precision mixture are not rounded if
+    /// it is f32. They are differentiable.
     ///
     /// # Shapes
     ///
@@ -310,7 +313,7 @@ impl Mixture {
         Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
     }
 
-    /// The mixture as a constant.
+    /// Returns the mixture as a constant.
     pub(crate) fn detach(&self) -> Self {
         let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
         let Operands { contexts, log_priors, weight, adapter, bias, .. } = &self.operands;
@@ -324,37 +327,39 @@ impl Mixture {
         })
     }
 
+    /// The tensors and sizes that the kernels read.
     pub(crate) fn operands(&self) -> &Operands {
         &self.operands
     }
 
-    /// The leading dimensions.
+    /// The leading dimensions of the contexts.
     pub(crate) fn leading(&self) -> &[usize] {
         &self.leading
     }
 
-    /// The mixture of some of the positions, in ascending order, `[n]`; nothing is copied if they are all.
+    /// Selects `n` of the positions, which are given in ascending order. The leading dimensions of the result are
+    /// `[n]`. If all positions are selected, the contexts are not copied.
     pub(crate) fn select(&self, positions: &[u32]) -> Result<Self> {
         let operands = &self.operands;
         if positions.len() == operands.sizes.positions {
             return Ok(Mixture { leading: vec![positions.len()], operands: operands.clone() });
         }
         let index = transfer::to_device(positions.to_vec(), positions.len(), operands.contexts.device())?;
-        let rows = |of_all: &Tensor| transfer::select_rows(of_all, &index);
-        let log_priors = operands.log_priors.as_ref().map(rows).transpose()?;
+        let select = |tensor: &Tensor| transfer::select_rows(tensor, &index);
+        let log_priors = operands.log_priors.as_ref().map(select).transpose()?;
         let sizes = Sizes { positions: positions.len(), ..operands.sizes };
-        let operands = Operands { sizes, contexts: rows(&operands.contexts)?, log_priors, ..operands.clone() };
+        let operands = Operands { sizes, contexts: select(&operands.contexts)?, log_priors, ..operands.clone() };
         Ok(Mixture { leading: vec![sizes.positions], operands })
     }
 
-    /// Another mixture for the same positions.
+    /// Makes another mixture with the same leading dimensions from these operands.
     pub(crate) fn with_operands(&self, operands: Operands) -> Self {
         Mixture { operands, leading: self.leading.clone() }
     }
 }
 
-/// The sizes of a mixture of these contexts `[.., K, d]` and this weight `[vocab, d]`, whose shapes are checked.
-fn sizes(contexts: &Tensor, weight: &Tensor) -> Result<Sizes> {
+/// Checks the shapes of contexts `[.., K, d]` and weight `[vocab, d]`, and returns the sizes of their mixture.
+fn check_shapes(contexts: &Tensor, weight: &Tensor) -> Result<Sizes> {
     let &[ref leading @ .., components, context_dim] = contexts.dims() else {
         return Err(Error::shape("contexts", "[.., components, context_dim]", contexts.dims()));
     };

@@ -1,7 +1,7 @@
-//! The node of a mixture's loss or log-probabilities in candle's graph.
+//! The node of a mixture's loss, log-probabilities or scores in candle's graph.
 //!
-//! candle's custom operations take three operands. The mixture's are the contexts, the decoder's weight, and, packed
-//! into one vector because they are small, the log-priors, the adapter and the bias.
+//! candle's custom operations take three operands. Those of a mixture are the contexts, the decoder's weight, and one
+//! vector into which the log-priors, the adapter and the bias are packed, because they are small.
 
 use std::sync::Mutex;
 
@@ -17,40 +17,40 @@ use crate::loss::Reduction;
 use crate::tensors::autograd::{attach, is_root};
 use crate::tensors::checks::check_number;
 
-/// The gradients of a value that are known before the backward pass.
-pub(super) struct Known {
+/// The gradients of a value, if they are known before the backward pass.
+pub(super) struct KnownGradients {
     pub(super) gradients: Gradients,
     /// Whether the weight's gradient contains the gradients of earlier losses.
     pub(super) is_sum: bool,
 }
 
-/// The `value` of a loss as a function of the operands. `known` are the gradients of the value, if they are known
-/// already: the first backward pass takes them, a second one computes them again. `compute` has the upstream gradient
-/// of each position, if there is no reduction.
+/// Makes the `value` of a loss a node whose operands are the mixture's. `known` are the gradients of the value, if they
+/// are known already: the first backward pass takes them, and a second one calls `compute`, which computes them again.
+/// If there is no reduction, `compute` gets the upstream gradient of each position.
 pub(super) fn attach_loss(
     value: Tensor,
     operands: Operands,
     needs_grad: NeedsGrad,
     reduction: Reduction,
-    known: Option<Known>,
+    known: Option<KnownGradients>,
     compute: impl Fn(&Operands, Option<Tensor>) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let known = Mutex::new(known);
     attach_mixture(value, operands, needs_grad, move |operands, value, upstream| {
         let known = known.lock().ok().and_then(|mut known| known.take());
-        // A gradient for each position becomes part of the objective; one for all remains a factor.
-        let (of_positions, factor) = match reduction {
+        // An upstream gradient for each position becomes part of the objective; one for all of them remains a factor.
+        let (position_upstream, factor) = match reduction {
             Reduction::None => {
                 let upstream = upstream.flatten_all()?;
                 (Some(upstream.to_dtype(accumulation_dtype("upstream", upstream.dtype())?)?), None)
             }
             _ => (None, Some(upstream.clone()).filter(|_| !is_root(value))),
         };
-        let Some(Known { gradients, is_sum }) = known else {
-            return compute(operands, of_positions)?.scaled_by(factor);
+        let Some(KnownGradients { gradients, is_sum }) = known else {
+            return compute(operands, position_upstream)?.scaled_by(factor);
         };
         if let Some(factor) = factor.as_ref().filter(|_| is_sum) {
-            // On the host: Metal has no f64.
+            // The factor is converted on the host, because Metal has no f64.
             let factor = factor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
             check_number(
                 factor == 1.0,
@@ -64,7 +64,7 @@ pub(super) fn attach_loss(
     })
 }
 
-/// `log_probs` as a function of the operands.
+/// Makes `log_probs` a node whose operands are the mixture's.
 pub(super) fn attach_log_probs(
     log_probs: Tensor,
     operands: Operands,
@@ -78,7 +78,7 @@ pub(super) fn attach_log_probs(
     })
 }
 
-/// `scores`, `[positions, n + 1]`, as a function of the operands.
+/// Makes `scores`, `[positions, n + 2]`, a node whose operands are the mixture's.
 pub(super) fn attach_scores(
     scores: Tensor,
     operands: Operands,
@@ -91,13 +91,15 @@ pub(super) fn attach_scores(
     })
 }
 
+/// Makes `value` a node whose operands are the mixture's. `gradients` computes their gradients from the detached
+/// operands, the value and the upstream gradient.
 fn attach_mixture(
     value: Tensor,
     operands: Operands,
     needs_grad: NeedsGrad,
     gradients: impl Fn(&Operands, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    // Only operands that need a gradient are packed; the others must not appear in the GradStore.
+    // Only operands that need a gradient are packed: the others must not appear in the GradStore.
     let accumulation = accumulation_dtype("contexts", operands.contexts.dtype())?;
     let needed = |is_needed: bool, operand: &Option<Tensor>| operand.clone().filter(|_| is_needed);
     let packed = pack(
@@ -113,7 +115,7 @@ fn attach_mixture(
         None => Tensor::zeros(1, operands.contexts.dtype(), operands.contexts.device())?,
     };
     let (contexts, weight) = (operands.contexts.clone(), operands.weight.clone());
-    // Detached: the node must not keep the graph of the operands alive.
+    // The operands are detached, because the node must not keep their graph alive.
     let operands = Operands {
         contexts: operands.contexts.detach(),
         log_priors: operands.log_priors.map(|t| t.detach()),
@@ -125,8 +127,8 @@ fn attach_mixture(
     attach("mixture", value, [&contexts, &packed, &weight], move |_, value, upstream| {
         let gradients = gradients(&operands, value, upstream)?;
         let packed = pack([gradients.log_priors, gradients.adapter, gradients.bias].map(Ok))?;
-        // Rounded only here, after the upstream gradient is multiplied in: a loss scale then saves small gradients in
-        // f16.
+        // The gradients are rounded after they are multiplied by the upstream gradient: a loss scale then saves small
+        // gradients in f16.
         let dtype = operands.contexts.dtype();
         let round = |gradient: Option<Tensor>| {
             // candle's GPU backends do not convert empty tensors.
@@ -140,7 +142,7 @@ fn attach_mixture(
     })
 }
 
-/// Those of these tensors that are there, as one vector.
+/// Joins the tensors that are there in one vector.
 fn pack(tensors: [candle_core::Result<Option<Tensor>>; 3]) -> Result<Option<Tensor>> {
     let flat = |tensor: Tensor| tensor.flatten_all();
     let flat: Vec<Tensor> = tensors
@@ -151,18 +153,19 @@ fn pack(tensors: [candle_core::Result<Option<Tensor>>; 3]) -> Result<Option<Tens
 }
 
 impl Gradients {
+    /// Multiplies the gradients by a factor, a scalar, if there is one.
     fn scaled_by(self, factor: Option<Tensor>) -> Result<Self> {
         let Some(factor) = factor else { return Ok(self) };
-        // Free on the CPU; on a GPU reading the factor would wait.
+        // Reading the factor is free on the CPU; on a GPU it would wait.
         if factor.device().is_cpu() && factor.to_dtype(DType::F64)?.to_scalar::<f64>()? == 1.0 {
             return Ok(self);
         }
-        // A gradient that is already rounded is multiplied before it is rounded again.
-        let scaled = |g: Tensor| {
+        // A gradient in half precision is multiplied in f32, before it is rounded again.
+        let multiply = |g: Tensor| {
             let dtype = accumulation_dtype("gradient", g.dtype())?;
             Ok::<_, Error>(g.to_dtype(dtype)?.broadcast_mul(&factor.to_dtype(dtype)?)?)
         };
-        let scale = |gradient: Option<Tensor>| gradient.map(scaled).transpose();
+        let scale = |gradient: Option<Tensor>| gradient.map(multiply).transpose();
         Ok(Gradients {
             contexts: scale(self.contexts)?,
             log_priors: scale(self.log_priors)?,
@@ -173,14 +176,14 @@ impl Gradients {
     }
 }
 
-/// Which operands depend on a variable.
+/// Returns which operands need a gradient: those that depend on a variable.
 pub(super) fn needs_grad(operands: &Operands) -> NeedsGrad {
-    let tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
+    let is_tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
     NeedsGrad {
         contexts: operands.contexts.track_op(),
-        log_priors: tracked(&operands.log_priors),
+        log_priors: is_tracked(&operands.log_priors),
         weight: operands.weight.track_op(),
-        adapter: tracked(&operands.adapter),
-        bias: tracked(&operands.bias),
+        adapter: is_tracked(&operands.adapter),
+        bias: is_tracked(&operands.bias),
     }
 }

@@ -19,16 +19,16 @@ use crate::loss::{Negatives, Request};
 /// The target of an ignored position.
 const IGNORED: i64 = -1;
 
-/// The operands and the loss over the sample.
-pub(super) fn small_loss(sample: &Sample, request: &Request) -> Result<(Operands, TargetLoss)> {
-    let Sample { operands, negatives, targets, places, .. } = sample;
+/// Makes the operands and the objective of the fused loss over the sample.
+pub(super) fn operands_and_loss(sample: &Sample, request: &Request) -> Result<(Operands, TargetLoss)> {
+    let Sample { operands, negatives, targets, target_rows, .. } = sample;
     let accumulation = accumulation_dtype("contexts", operands.weight.dtype())?;
     let numbers = |values: Vec<f64>| vector(values.into_iter(), accumulation, operands.weight.device());
 
     // An id that was drawn n times counts n times, but not where it is the target.
     let log_repeats: Vec<f64> = negatives.repeats().iter().map(|&n| (n as f64).ln()).collect();
     let log_repeats = |row: usize| log_repeats.get(row).copied().unwrap_or(0.0);
-    // Divided by the scale, which multiplies the bias.
+    // The shift is divided by the scale, which multiplies the bias.
     let shift =
         |(row, &id): (usize, &usize)| (log_repeats(row) - negatives.expected_count(id).ln()) / operands.logit_scale;
     let shifts = numbers(sample.ids.iter().enumerate().map(shift).collect())?;
@@ -36,25 +36,26 @@ pub(super) fn small_loss(sample: &Sample, request: &Request) -> Result<(Operands
         Some(bias) => (bias + shifts)?,
         None => shifts,
     };
-    let id = |(&place, target): (&u32, &Option<usize>)| target.map_or(IGNORED, |_| i64::from(place));
-    let ids: Vec<i64> = places.iter().zip(targets).map(id).collect();
+    let row = |(&row, target): (&u32, &Option<usize>)| target.map_or(IGNORED, |_| i64::from(row));
+    let rows: Vec<i64> = target_rows.iter().zip(targets).map(row).collect();
+    let own_shifts = target_rows.iter().map(|&row| -log_repeats(row as usize)).collect();
     let loss = TargetLoss {
-        targets: Tensor::from_vec(ids, places.len(), operands.weight.device())?,
+        targets: Tensor::from_vec(rows, target_rows.len(), operands.weight.device())?,
         ignore_index: Some(IGNORED),
-        // The weights of classes among them: targets are not token ids here.
+        // These contain the class weights, because the targets are not token ids here.
         position_weights: if request.is_weighted() { Some(numbers(request.read_weights(targets)?)?) } else { None },
         class_weights: None,
         terms: Default::default(),
         scale: request.gradient_scale(),
         so_far: None,
         shard: None,
-        own_shifts: Some(numbers(places.iter().map(|&place| -log_repeats(place as usize)).collect())?),
+        own_shifts: Some(numbers(own_shifts)?),
     };
     let sizes = sizes(operands.sizes, negatives);
     Ok((Operands { sizes, bias: Some(bias), ..operands.clone() }, loss))
 }
 
-/// The sizes of the loss over the sample.
+/// Returns the sizes of the fused loss over the sample.
 pub(super) fn sizes(sizes: Sizes, negatives: &Negatives) -> Sizes {
     Sizes { vocab: negatives.token_ids().len(), ..sizes }
 }

@@ -1,4 +1,4 @@
-//! Log-probabilities of token ids and the entropy, with gradients.
+//! The scores of a mixture: log-probabilities of token ids, the entropy and the mass outside the ids, with gradients.
 
 use candle_core::{DType, Tensor};
 
@@ -10,34 +10,35 @@ use crate::backend::operands::{accumulation_dtype, NeedsGrad};
 use crate::backend::task::Task;
 use crate::error::Result;
 use crate::loss::{LossOptions, Reduction};
-use crate::scores::{candidates, ScoreOptions, Scores};
+use crate::scores::{candidate_count, ScoreOptions, Scores};
 use crate::tensors::autograd::Leaf;
 
 impl Mixture {
-    /// The log-probability of given token ids at each position, and the entropy, the mass outside the ids and whether an
-    /// id is the most probable of all if the options ask for them, from one product and without a tensor of the
-    /// vocabulary's size. Differentiable: the backward pass takes three products.
+    /// Computes the log-probability of given token ids at each position and, if the options ask for them, the entropy,
+    /// the mass outside the ids, and whether an id is the most probable of all, from one product and without a tensor
+    /// of the vocabulary's size. The scores are differentiable: the backward pass takes three products.
     ///
     /// # Shapes
     ///
     /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position;
     ///   u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of the
-    ///   mass outside `[..]`, in nats
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm
+    ///   of the mass outside `[..]`, in nats
     ///
     /// # Errors
     ///
-    /// As for the targets of [`Mixture::loss`], or if an option is out of range.
+    /// The errors of the ids are those of the targets of [`Mixture::loss`]. It is an error too if an option is out of
+    /// range.
     pub fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         options.validate()?;
-        let n = candidates("token_ids", token_ids, &self.leading)?;
+        let n = candidate_count("token_ids", token_ids, &self.leading)?;
         let is_plain = !options.entropy && !options.outside && options.temperature == 1.0;
         if token_ids.dims() == self.leading && is_plain {
-            let of_loss = LossOptions::new().with_reduction(Reduction::None).with_correct(options.is_argmax);
-            let of_loss = LossOptions { workspace_bytes: options.workspace_bytes, ..of_loss };
-            // Not `neg`, which makes a minus zero.
-            let loss = self.loss(token_ids, &of_loss).map_err(|error| error.renamed("targets", "token_ids"))?;
+            let loss_options = LossOptions::new().with_reduction(Reduction::None).with_correct(options.is_argmax);
+            let loss_options = LossOptions { workspace_bytes: options.workspace_bytes, ..loss_options };
+            let loss = self.loss(token_ids, &loss_options).map_err(|error| error.renamed("targets", "token_ids"))?;
             let leaves = loss.leaves().collect();
+            // `neg` would make a minus zero.
             let log_prob = loss.value.affine(-1.0, 0.0)?;
             return Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct, leaves });
         }
@@ -50,20 +51,20 @@ impl Mixture {
             backend::plan(&operands, task, options.workspace_bytes)
         };
         // The backward pass must fit the budget too.
-        let (with_gradients, of_values) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
-        let (mut scores, is_argmax) = backend::scores(&operands, &scored, &of_values)?;
+        let (gradient_plan, value_plan) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
+        let (mut scores, is_argmax) = backend::scores(&operands, &scored, &value_plan)?;
         let is_argmax = is_argmax.map(|is_argmax| is_argmax.reshape(token_ids.shape())).transpose()?;
-        let scored = Scored { is_argmax: false, ..scored };
+        let scored = Scored { needs_argmax: false, ..scored };
         if needs_grad.any() {
-            scores = node::attach_scores(scores, operands, scored, needs_grad, with_gradients)?;
+            scores = node::attach_scores(scores, operands, scored, needs_grad, gradient_plan)?;
         }
         let variable = Some(&self.operands.weight).filter(|weight| weight.is_variable());
         let leaves = variable.map(|weight| Leaf { node: scores.id(), variable: weight.clone() }).into_iter().collect();
-        Ok(Scores { is_argmax, leaves, ..Scores::of_columns(&scores, token_ids.dims(), &self.leading, options)? })
+        Ok(Scores { is_argmax, leaves, ..Scores::from_columns(&scores, token_ids.dims(), &self.leading, options)? })
     }
 
-    /// The log-probability of given token ids at each position, f32 (f64 for heads in f64). Differentiable; see
-    /// [`Mixture::score`].
+    /// Computes the log-probability of given token ids at each position, f32 (f64 for heads in f64). It is
+    /// differentiable; see [`Mixture::score`].
     ///
     /// # Shapes
     ///
@@ -72,13 +73,13 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// As for the targets of [`Mixture::loss`].
+    /// The errors are those of the targets of [`Mixture::loss`].
     pub fn log_prob(&self, token_ids: &Tensor) -> Result<Tensor> {
         Ok(self.score(token_ids, &ScoreOptions::new())?.log_prob)
     }
 
-    /// The entropy of each position's distribution, `-sum_v P(v) log P(v)` in nats, f32 (f64 for heads in f64).
-    /// Differentiable; see [`Mixture::score`].
+    /// Computes the entropy of each position's distribution, `-sum_v P(v) log P(v)` in nats, f32 (f64 for heads in
+    /// f64). It is differentiable; see [`Mixture::score`].
     ///
     /// # Shapes
     ///

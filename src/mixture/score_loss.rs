@@ -1,4 +1,4 @@
-//! A loss that is a function of log-probabilities and entropies, chunk by chunk.
+//! A loss of the user's own: a function of log-probabilities, entropies and masses outside the ids, chunk by chunk.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,24 +15,26 @@ use crate::backend::operands::accumulation_dtype;
 use crate::backend::task::Task;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::Loss;
-use crate::scores::{candidates, ScoreOptions};
+use crate::scores::{candidate_count, ScoreOptions};
 
 impl Mixture {
-    /// The sum of values that depend on the log-probabilities of token ids, on the entropy and on the mass outside the ids
-    /// at each position, with gradients from three products: `terms` gets the scores of a chunk of positions and
-    /// returns the values and their derivatives, before the gradient of the chunk's logits replaces them. (A function
-    /// of scores from [`Mixture::score`] costs a fourth product.)
+    /// Computes the sum of values that depend on the log-probabilities of token ids, on the entropy and on the mass
+    /// outside the ids at each position, with gradients from three products. `terms` gets the scores of a chunk of
+    /// positions and returns the values and their derivatives, before the gradient of the chunk's logits replaces them.
+    /// (A function of scores from [`Mixture::score`] costs a fourth product.)
     ///
     /// # Shapes
     ///
-    /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position; u8,
-    ///   u32 or i64. [`Loss::nll`], `[..]`, is the first one's.
-    /// - `terms`: as the fields of [`ChunkScores`] and [`ChunkTerms`] say
+    /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]` for `n` candidates at each position;
+    ///   u8, u32 or i64
+    /// - `terms`: from [`ChunkScores`] to [`ChunkTerms`], whose fields have the shapes
+    /// - [`Loss::nll`]: `[..]`, that of the first id at each position
     ///
     /// # Errors
     ///
-    /// As for the targets of [`Mixture::loss`], if an option is out of range, or if `terms` fails or returns other
-    /// shapes. [`Error::Unsupported`] for [`ScoreOptions::is_argmax`], which has no derivative.
+    /// The errors of the ids are those of the targets of [`Mixture::loss`]. It is an error too if an option is out of
+    /// range, or if `terms` fails or returns other shapes. [`Error::Unsupported`] for [`ScoreOptions::is_argmax`],
+    /// which has no derivative.
     ///
     /// # Examples
     ///
@@ -96,61 +98,67 @@ impl Mixture {
         Ok(self.score_loss_and_values(token_ids, options, Ok, terms)?.0)
     }
 
-    /// As [`Mixture::score_loss`], with the values, `[positions]`. The loss is that of the `reduced` results.
+    /// Computes the loss as [`Mixture::score_loss`] does, and returns the values, `[positions]`, beside it. `reduce`
+    /// may change the results before they become the loss.
     pub(super) fn score_loss_and_values(
         &self,
         token_ids: &Tensor,
         options: &ScoreOptions,
-        reduced: impl FnOnce(LossResults) -> Result<LossResults>,
+        reduce: impl FnOnce(LossResults) -> Result<LossResults>,
         terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
     ) -> Result<(Loss, Tensor)> {
         options.validate()?;
         if options.is_argmax {
             return Err(Error::Unsupported { option: OptionName::IsArgmax, head: "a loss of scores" });
         }
-        let n = candidates("token_ids", token_ids, &self.leading)?;
+        let n = candidate_count("token_ids", token_ids, &self.leading)?;
         let has_candidates = token_ids.dims() != self.leading;
         let operands = self.operands.clone();
         let token_ids = token_ids.reshape((operands.sizes.positions, n))?;
         let scored = options.scored(token_ids);
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         let terms: Arc<ScoreTerms> = Arc::new(move |positions: Range<usize>, scores: &Tensor| {
-            let of_ids = scores.narrow(1, 0, n)?;
-            let log_prob = if has_candidates { of_ids } else { of_ids.squeeze(1)? };
+            let log_prob = scores.narrow(1, 0, n)?;
+            let log_prob = if has_candidates { log_prob } else { log_prob.squeeze(1)? };
             let column = |i| scores.narrow(1, n + i, 1)?.squeeze(1);
             let (entropy, log_outside) = (column(0)?, column(1)?);
-            let (of_positions, by_ids, zero) =
-                (entropy.dims().to_vec(), log_prob.dims().to_vec(), entropy.zeros_like()?);
-            let scores = ChunkScores { positions, log_prob, entropy, log_outside };
-            let ChunkTerms { values, by_log_prob, by_entropy, by_outside } = terms(scores)?;
-            let (by_entropy, by_outside) = (by_entropy.unwrap_or(zero.clone()), by_outside.unwrap_or(zero));
-            for (argument, tensor, expected) in [
-                ("values", &values, &of_positions),
-                ("by_log_prob", &by_log_prob, &by_ids),
-                ("by_entropy", &by_entropy, &of_positions),
-                ("by_outside", &by_outside, &of_positions),
-            ] {
-                if tensor.dims() != expected.as_slice() {
-                    return Err(Error::shape(argument, format!("{expected:?}"), tensor.dims()));
-                }
-            }
-            let by_log_prob = by_log_prob.reshape((of_positions[0], n))?;
-            let derivatives = [by_log_prob, by_entropy.unsqueeze(1)?, by_outside.unsqueeze(1)?];
-            let derivatives = Tensor::cat(&derivatives, 1)?.to_dtype(dtype)?;
-            Ok((values.detach().to_dtype(dtype)?, derivatives.detach()))
+            let chunk = ChunkScores { positions, log_prob, entropy, log_outside };
+            let (values, derivatives) = join_derivatives(terms(chunk.clone())?, n, &chunk.log_prob, &chunk.entropy)?;
+            Ok((values.detach().to_dtype(dtype)?, derivatives.to_dtype(dtype)?.detach()))
         });
         let needs_grad = needs_grad(&operands);
         let plan = backend::plan(&operands, Task::scores(&scored, &operands, needs_grad)?, options.workspace_bytes)?;
-        let results = reduced(backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?)?;
+        let results = reduce(backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?)?;
         let nll = match n {
-            // Without ids there is none.
+            // Without ids there is no log-probability.
             0 => results.nll.zeros_like()?,
             _ => results.nll.clone(),
         };
         let (values, results) = (results.objective.clone(), LossResults { nll, ..results });
-        let loss = self.loss_of_results(results, needs_grad, move |operands| {
+        let loss = self.loss_from_results(results, needs_grad, move |operands| {
             Ok(backend::score_loss(operands, &scored, &*terms, needs_grad, &plan)?.gradients)
         })?;
         Ok((loss, values))
     }
+}
+
+/// Checks the shapes of a chunk's terms against those of its scores for `n` ids, and returns the values, `[chunk]`, and
+/// all derivatives as columns, `[chunk, n + 2]`.
+fn join_derivatives(terms: ChunkTerms, n: usize, log_prob: &Tensor, entropy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let zero = entropy.zeros_like()?;
+    let ChunkTerms { values, by_log_prob, by_entropy, by_outside } = terms;
+    let (by_entropy, by_outside) = (by_entropy.unwrap_or(zero.clone()), by_outside.unwrap_or(zero));
+    for (argument, tensor, expected) in [
+        ("values", &values, entropy),
+        ("by_log_prob", &by_log_prob, log_prob),
+        ("by_entropy", &by_entropy, entropy),
+        ("by_outside", &by_outside, entropy),
+    ] {
+        if tensor.dims() != expected.dims() {
+            return Err(Error::shape(argument, format!("{:?}", expected.dims()), tensor.dims()));
+        }
+    }
+    let by_log_prob = by_log_prob.reshape((entropy.dim(0)?, n))?;
+    let derivatives = [by_log_prob, by_entropy.unsqueeze(1)?, by_outside.unsqueeze(1)?];
+    Ok((values, Tensor::cat(&derivatives, 1)?))
 }

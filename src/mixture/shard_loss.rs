@@ -14,14 +14,15 @@ use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Request};
 
 impl Mixture {
-    /// The loss of the whole vocabulary, of which the decoder of this mixture has the rows of one rank's `shard`, and the
-    /// gradients of contexts, log-priors and of these rows. Every rank calls it, with the same contexts, log-priors,
-    /// targets and options, and gets the same loss and the same gradients of contexts and log-priors. (The backward pass
-    /// of a loss without reduction, and a second backward pass, are calls of all ranks too, with the same upstream gradient.)
+    /// Computes the loss over the whole vocabulary, of which the decoder of this mixture has the rows of one rank's
+    /// `shard`, and the gradients of contexts, log-priors and these rows. Every rank calls it with the same contexts,
+    /// log-priors, targets and options, and gets the same loss and the same gradients of contexts and log-priors. (All
+    /// ranks also take part in the backward pass of a loss without reduction, and in a second backward pass, with the
+    /// same upstream gradient.)
     ///
-    /// One exchange of two numbers for each row, `2 K` a position, gives every rank the log-sum-exps of the whole
-    /// vocabulary and the targets' logits. Label smoothing and correct predictions need one sum of `K + 2` numbers a
-    /// position more, and the contexts' gradient is a sum of `K d`:
+    /// The ranks exchange two numbers for each row, `2 K` for each position, after which every rank has the
+    /// log-sum-exps of the whole vocabulary and the targets' logits. For label smoothing and correct predictions they
+    /// add up `K + 2` more numbers for each position, and for the contexts' gradient `K d`:
     ///
     /// ```text
     /// lse_k = log sum_p exp lse_k^(p),     dL/dc_k = sum_p W^(p)T dL/dz_k^(p)
@@ -33,20 +34,20 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// As for [`Mixture::loss`], on every rank: [`Error::Ranks`] where another rank has an error of its own, or another
-    /// number of positions, components or columns, other contexts (most other dropout masks are noticed), targets or
-    /// options, or makes another call. [`Error::Unsupported`] for a loss over a sample of the vocabulary, and on a GPU for
-    /// label smoothing and correct predictions.
+    /// The errors are those of [`Mixture::loss`], on every rank. [`Error::Ranks`] if another rank has an error of its
+    /// own, makes another call, or has other targets, other options, another number of positions, components or
+    /// columns, or other contexts (most differences of dropout masks are noticed). [`Error::Unsupported`] for a loss
+    /// over a sample of the vocabulary, and on a GPU for label smoothing and correct predictions.
     ///
     /// # Devices
     ///
-    /// On a GPU the log-sum-exps and the targets' logits of each chunk pass through the host, which waits for the device; the
-    /// contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is not in the
-    /// vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
+    /// On a GPU the log-sum-exps and the targets' logits of each chunk pass through the host, which waits for the
+    /// device; the contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is
+    /// not in the vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
     ///
     /// [`Collectives::all_reduce_sum_tensor`]: crate::distributed::Collectives::all_reduce_sum_tensor
     pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let checked = self.checked(shard, targets, options);
+        let checked = self.check_arguments(shard, targets, options);
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let numbers = [
             Agreed::hashed("targets", |state| checked.iter().for_each(|(_, ids)| ids.hash(state))),
@@ -60,21 +61,21 @@ impl Mixture {
         self.masked(&request)?.fused_loss(objective, &request)
     }
 
-    /// What this rank's check has found, if the mixtures of all ranks and these numbers agree.
+    /// Returns what this rank's check has found, if the mixtures of all ranks and these numbers agree.
     pub(crate) fn agree<T>(&self, shard: &VocabShard, call: Call, checked: Result<T>, numbers: &[Agreed]) -> Result<T> {
         let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
         let contexts = &self.operands.contexts;
-        let of_mixture = [
+        let mixture_numbers = [
             Agreed::equal("positions", positions as f64),
             Agreed::equal("components", components as f64),
             Agreed::equal("context_dim", context_dim as f64),
             Agreed::hashed("dtype", |state| contexts.dtype().as_str().hash(state)),
             Agreed::equal("whether tensors are on the CPU", f64::from(u8::from(contexts.device().is_cpu()))),
         ];
-        shard.agree(call, checked, &[&of_mixture[..], &projections("contexts", contexts), numbers].concat())
+        shard.agree(call, checked, &[&mixture_numbers[..], &projections("contexts", contexts), numbers].concat())
     }
 
-    /// Checks that this mixture has the rows of a shard.
+    /// Checks that this mixture's decoder has as many rows as the shard.
     pub(crate) fn check_shard(&self, shard: &VocabShard) -> Result<()> {
         let sizes = self.operands.sizes;
         if sizes.vocab != shard.range().len() {
@@ -84,8 +85,8 @@ impl Mixture {
         Ok(())
     }
 
-    /// The request and the target ids, if this rank's arguments have no errors.
-    fn checked<'a>(
+    /// Checks this rank's arguments, and returns the request and the target ids.
+    fn check_arguments<'a>(
         &self,
         shard: &VocabShard,
         targets: &'a Tensor,
@@ -95,34 +96,36 @@ impl Mixture {
         let contexts = &self.operands.contexts;
         let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
         use OptionName::{Correct, LabelSmoothing, ZLoss};
-        request.require("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, Correct])?;
+        request.check_support("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, Correct])?;
         if !contexts.device().is_cpu() {
-            request.require("a vocabulary-parallel loss on a GPU", &[ZLoss])?;
+            request.check_support("a vocabulary-parallel loss on a GPU", &[ZLoss])?;
         }
         let ids = request.read_ids(shard.vocab_size())?;
         Ok((request, ids))
     }
 }
 
-/// Compares the upstream gradients of the positions, `[positions]`, if there are any, before a backward pass.
+/// Checks before a backward pass that all ranks have the same upstream gradients, `[positions]`, if there are any.
 pub(super) fn agree_on_backward(shard: &VocabShard, upstream: Option<&Tensor>) -> Result<()> {
     let positions = Agreed::equal("positions", upstream.map_or(0, Tensor::elem_count) as f64);
     let upstream = upstream.map(|upstream| projections("the upstream gradient", upstream));
-    shard.agree(Call::Backward, Ok(()), &[&[positions][..], upstream.as_ref().map_or(&[], |of| &of[..])].concat())
+    let upstream = upstream.as_ref().map_or(&[][..], |projections| &projections[..]);
+    shard.agree(Call::Backward, Ok(()), &[&[positions][..], upstream].concat())
 }
 
-/// Sums of some of the values with various signs, relative to their norm. Values that are the same but for rounding, as those
-/// of ranks with other processors, have nearly the same sums; with other dropout masks, hardly ever.
+/// Computes three sums of some of a tensor's values, each with other signs, relative to the norm of these values. Ranks
+/// whose values differ by rounding alone, as on different processors, have nearly the same sums; ranks with different
+/// dropout masks hardly ever do.
 fn projections(argument: &'static str, tensor: &Tensor) -> [Agreed; 3] {
-    /// Columns that are looked at.
+    /// The number of columns whose values are read.
     const COLUMNS: usize = 8;
-    /// How much sums may differ by rounding.
+    /// The largest difference of two sums that rounding explains.
     const TOLERANCE: f64 = 0.02;
     let columns = || {
         let width = tensor.dim(D::Minus1)?;
         let columns = COLUMNS.min(width);
-        let some = Tensor::from_iter((0..columns).map(|i| (i * width / columns) as u32), tensor.device())?;
-        values(&tensor.contiguous()?.index_select(&some, D::Minus1)?)
+        let spread = Tensor::from_iter((0..columns).map(|i| (i * width / columns) as u32), tensor.device())?;
+        values(&tensor.contiguous()?.index_select(&spread, D::Minus1)?)
     };
     let values = if tensor.rank() == 1 { values(tensor) } else { columns() }.unwrap_or_default();
     let norm = values.iter().map(|value| value * value).sum::<f64>().sqrt();
@@ -134,17 +137,19 @@ fn projections(argument: &'static str, tensor: &Tensor) -> [Agreed; 3] {
     })
 }
 
-/// The values of a tensor, on the host: Metal has no f64, and no GPU converts an empty tensor.
+/// Reads the values of a tensor. They are converted on the host, because Metal has no f64, and candle's GPU backends do
+/// not convert empty tensors.
 fn values(tensor: &Tensor) -> candle_core::Result<Vec<f64>> {
     tensor.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1()
 }
 
-/// Values that cannot be read are an error of the loss.
+/// Hashes the values of a tensor. If they cannot be read, they count as none, and the loss returns the error.
 fn hash_values(tensor: &Tensor, state: &mut DefaultHasher) {
     values(tensor).unwrap_or_default().iter().for_each(|value| value.to_bits().hash(state));
 }
 
-/// What of the options changes the loss, whatever a rank's memory and rounding are.
+/// Hashes the options that the loss depends on. The budget and the precision, which change it by rounding alone, may
+/// differ among the ranks.
 fn hash_options(options: &LossOptions, state: &mut DefaultHasher) {
     let LossOptions { train, reduction, denominator, ignore_index, .. } = options;
     format!("{train} {reduction:?} {denominator:?} {ignore_index:?} {:?}", options.terms()).hash(state);

@@ -1,6 +1,6 @@
 //! The modules of the public interface whose types are defined in several places of the crate.
 //!
-//! `two_level` and `distributed` are public themselves. What every program needs is in the root.
+//! `two_level` and `distributed` are public themselves. The root has the names that nearly every program needs.
 
 pub mod decode;
 pub mod distill;

@@ -1,10 +1,10 @@
 //! Policy losses: PPO and GRPO over sampled tokens, with their gradients.
 //!
-//! [`PolicyBatch`] has the tokens with their advantages, and what the options need: the log-probabilities under the
-//! policy that drew them, those under a reference, a mask. [`PolicyOptions`] are the clipping, the divergence from the
-//! reference, the entropy bonus and the temperature; [`PolicyNormalization`] says what the sum of all tokens is divided
-//! by. Begin with [`OutputLayer::policy_loss`](crate::OutputLayer::policy_loss), which takes them: for a head that is one
-//! mixture, the loss and its gradients cost three products.
+//! [`PolicyBatch`] has the tokens with their advantages, and as far as the options need them the log-probabilities
+//! under the policy that drew the tokens, those under a reference, and a mask. [`PolicyOptions`] are the clipping, the
+//! divergence from the reference, the entropy bonus and the temperature; [`PolicyNormalization`] says what the sum of
+//! all tokens is divided by. Begin with [`OutputLayer::policy_loss`](crate::OutputLayer::policy_loss), which takes
+//! them: for a head that is one mixture, the loss and its gradients cost three products.
 //!
 //! # References
 //!

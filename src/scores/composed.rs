@@ -1,74 +1,84 @@
-//! Scores of log-probabilities from candle's operations, which have gradients.
+//! Scores of distributions that are given as log-probabilities, from candle's operations, which have gradients.
 
 use candle_core::{DType, Tensor, D};
 
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 
-/// The scores `[positions, n + 2]` of the distributions `[positions, vocab]`.
-pub(crate) fn composed(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
-    let &Scored { token_ids: ref ids, entropy, outside, temperature, .. } = scored;
+/// Computes the scores `[positions, n + 2]` of the distributions `[positions, vocab]`: the log-probabilities of `n`
+/// ids, the entropy, and the logarithm of the mass outside the ids. Reading the ids waits for the device; one that is
+/// not in the vocabulary is an error.
+pub(crate) fn compose_scores(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
+    let &Scored { ref token_ids, needs_entropy, needs_outside, temperature, .. } = scored;
     let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let (positions, vocab) = log_probs.dims2()?;
+    let n = token_ids.dim(1)?;
     let mut log_probs = log_probs.to_dtype(dtype)?;
     if positions == 0 {
-        return Ok(Tensor::zeros((0, ids.dim(1)? + OF_POSITION), dtype, log_probs.device())?);
+        return Ok(Tensor::zeros((0, n + POSITION_SCORES), dtype, log_probs.device())?);
     }
     if temperature != 1.0 {
-        let tempered = (log_probs / temperature)?;
-        let largest = tempered.max_keepdim(D::Minus1)?.detach();
-        let relative = tempered.broadcast_sub(&largest)?;
-        log_probs = relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?;
+        log_probs = tempered(&log_probs, temperature)?;
     }
-    // Reading the ids waits for the device; one that is not in the vocabulary is an error.
-    let n = ids.dim(1)?;
-    let read: Vec<usize> = match n {
+    let ids: Vec<usize> = match n {
         0 => Vec::new(),
-        _ => read_ids("token_ids", ids, None, vocab)?.into_iter().flatten().collect(),
+        _ => read_ids("token_ids", token_ids, None, vocab)?.into_iter().flatten().collect(),
     };
-    let of_ids = match n {
-        0 => None,
-        n => {
-            let ids = read.iter().map(|&id| id as u32).collect::<Vec<_>>();
-            Some(log_probs.gather(&Tensor::from_vec(ids, (positions, n), log_probs.device())?, 1)?)
-        }
-    };
-    let of_entropy = if entropy {
-        // An id of probability zero adds nothing, and has no gradient.
-        let is_possible = log_probs.gt(f64::NEG_INFINITY)?;
-        let is_number = log_probs.eq(&log_probs)?;
-        let is_zero = (is_number.eq(1u8)? - &is_possible)?;
-        let possible = is_zero.where_cond(&log_probs.zeros_like()?, &log_probs)?;
-        let terms = is_zero.where_cond(&log_probs.zeros_like()?, &(possible.exp()? * &possible)?)?;
-        terms.sum_keepdim(D::Minus1)?.affine(-1.0, 0.0)?
-    } else {
-        Tensor::zeros((positions, 1), dtype, log_probs.device())?
-    };
-    let log_outside = if outside {
-        let mut is_outside = vec![1u8; positions * vocab];
-        read.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
-        let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
-        let impossible = (log_probs.zeros_like()? + f64::NEG_INFINITY)?;
-        let others = is_outside.where_cond(&log_probs, &impossible)?;
-        // Relative to the largest: all of them may be below the smallest number.
-        let largest = others.detach().max_keepdim(D::Minus1)?;
-        let largest = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
-        let sum = others.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
-        // No mass has no gradient.
-        let nothing = sum.eq(0.0)?;
-        let some = nothing.where_cond(&sum.ones_like()?, &sum)?;
-        nothing.where_cond(&impossible.narrow(1, 0, 1)?, &(some.log()? + largest)?)?
-    } else {
-        Tensor::zeros((positions, 1), dtype, log_probs.device())?
-    };
-    Ok(Tensor::cat(&of_ids.into_iter().chain([of_entropy, log_outside]).collect::<Vec<_>>(), 1)?)
+    let mut columns = Vec::with_capacity(3);
+    if n > 0 {
+        let ids = ids.iter().map(|&id| id as u32).collect::<Vec<_>>();
+        columns.push(log_probs.gather(&Tensor::from_vec(ids, (positions, n), log_probs.device())?, 1)?);
+    }
+    let zeros = || -> Result<Tensor> { Ok(Tensor::zeros((positions, 1), dtype, log_probs.device())?) };
+    columns.push(if needs_entropy { entropies(&log_probs)? } else { zeros()? });
+    columns.push(if needs_outside { log_masses_outside(&log_probs, &ids)? } else { zeros()? });
+    Ok(Tensor::cat(&columns, 1)?)
 }
 
-/// Whether each id is the most probable of the distributions `[positions, vocab]`, `[positions, n]` in u8, if it is asked
-/// for: the lowest of equals is.
+/// Divides the log-probabilities `[positions, vocab]` by the temperature, and renormalises them.
+fn tempered(log_probs: &Tensor, temperature: f64) -> Result<Tensor> {
+    let tempered = (log_probs / temperature)?;
+    let largest = tempered.max_keepdim(D::Minus1)?.detach();
+    let relative = tempered.broadcast_sub(&largest)?;
+    Ok(relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?)
+}
+
+/// Computes the entropy of each distribution `[positions, vocab]`, `[positions, 1]`.
+fn entropies(log_probs: &Tensor) -> Result<Tensor> {
+    // An id of probability zero adds nothing, and has no gradient.
+    let is_possible = log_probs.gt(f64::NEG_INFINITY)?;
+    let is_number = log_probs.eq(log_probs)?;
+    let is_zero = (is_number.eq(1u8)? - &is_possible)?;
+    let possible = is_zero.where_cond(&log_probs.zeros_like()?, log_probs)?;
+    let terms = is_zero.where_cond(&log_probs.zeros_like()?, &(possible.exp()? * &possible)?)?;
+    Ok(terms.sum_keepdim(D::Minus1)?.affine(-1.0, 0.0)?)
+}
+
+/// Computes the logarithm of the mass outside the ids of each position, `[positions, 1]`. `ids` are those of all
+/// positions, one position after another.
+fn log_masses_outside(log_probs: &Tensor, ids: &[usize]) -> Result<Tensor> {
+    let (positions, vocab) = log_probs.dims2()?;
+    let n = ids.len() / positions;
+    let mut is_outside = vec![1u8; positions * vocab];
+    ids.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
+    let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
+    let impossible = (log_probs.zeros_like()? + f64::NEG_INFINITY)?;
+    let others = is_outside.where_cond(log_probs, &impossible)?;
+    // The probabilities are relative to the largest, because all of them may be too small for a number.
+    let largest = others.detach().max_keepdim(D::Minus1)?;
+    let largest = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
+    let sum = others.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
+    // A mass of zero has no gradient.
+    let is_zero = sum.eq(0.0)?;
+    let positive = is_zero.where_cond(&sum.ones_like()?, &sum)?;
+    Ok(is_zero.where_cond(&impossible.narrow(1, 0, 1)?, &(positive.log()? + largest)?)?)
+}
+
+/// Returns whether each scored id is the argmax of its position's distribution, `[positions, n]` in u8, from
+/// log-probabilities `[positions, vocab]`; `None` if this is not asked for.
 pub(crate) fn are_argmax(log_probs: &Tensor, scored: &Scored) -> Result<Option<Tensor>> {
-    if !scored.is_argmax {
+    if !scored.needs_argmax {
         return Ok(None);
     }
     let (log_probs, shape) = (log_probs.detach(), scored.token_ids.dims2()?);
@@ -78,11 +88,11 @@ pub(crate) fn are_argmax(log_probs: &Tensor, scored: &Scored) -> Result<Option<T
     }
     let (positions, vocab) = log_probs.dims2()?;
     let largest = log_probs.max_keepdim(D::Minus1)?;
-    // A row with a NaN, or without a probability, has none.
+    // A distribution with a NaN, or in which no id is possible, has no argmax.
     let is_valid = (largest.gt(f64::NEG_INFINITY)? * log_probs.sum_keepdim(D::Minus1)?.le(f64::INFINITY)?)?;
     let is_largest = (log_probs.broadcast_eq(&largest)? * is_valid.broadcast_as(log_probs.shape())?)?;
     let ids = Tensor::arange(0, vocab as u32, device)?.broadcast_as((positions, vocab))?.contiguous()?;
-    let nothing = Tensor::full(u32::MAX, (positions, vocab), device)?;
-    let argmax = is_largest.where_cond(&ids, &nothing)?.min_keepdim(D::Minus1)?.to_dtype(DType::I64)?;
+    let no_id = Tensor::full(u32::MAX, (positions, vocab), device)?;
+    let argmax = is_largest.where_cond(&ids, &no_id)?.min_keepdim(D::Minus1)?.to_dtype(DType::I64)?;
     Ok(Some(scored.token_ids.to_dtype(DType::I64)?.broadcast_eq(&argmax)?))
 }

@@ -1,5 +1,5 @@
-//! Scores of token ids: their log-probabilities, the entropy of the distribution, and the mass outside the ids, with
-//! gradients.
+//! Scores of token ids, with gradients: their log-probabilities, the entropy of the distribution, and the mass outside
+//! the ids; and the policy losses, which are functions of scores ([`policy`]).
 
 mod composed;
 pub(crate) mod policy;
@@ -7,11 +7,11 @@ pub(crate) mod policy;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, Result};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_log_prob_tensor, check_number, check_targets};
-pub(crate) use composed::{are_argmax, composed};
+pub(crate) use composed::{are_argmax, compose_scores};
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
 ///
@@ -49,7 +49,7 @@ pub struct ScoreOptions {
     pub entropy: bool,
     /// Whether the mass outside the token ids is computed. The default is false.
     pub outside: bool,
-    /// Whether it is told which ids are the most probable of all. The default is false.
+    /// Whether it is told which ids are the most probable of the vocabulary. The default is false.
     pub is_argmax: bool,
     /// The budget of the workspace in bytes; by default the device decides. See
     /// [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
@@ -63,7 +63,7 @@ impl Default for ScoreOptions {
 }
 
 impl ScoreOptions {
-    /// Log-probabilities alone, at temperature 1.
+    /// The options for log-probabilities alone, at temperature 1.
     pub fn new() -> Self {
         ScoreOptions { temperature: 1.0, entropy: false, outside: false, is_argmax: false, workspace_bytes: None }
     }
@@ -73,17 +73,17 @@ impl ScoreOptions {
         ScoreOptions { temperature, ..self }
     }
 
-    /// Whether the entropy is computed.
+    /// Sets whether the entropy is computed.
     pub fn with_entropy(self, entropy: bool) -> Self {
         ScoreOptions { entropy, ..self }
     }
 
-    /// Whether the mass outside the token ids is computed, the sum of the probabilities of all others.
+    /// Sets whether the mass outside the token ids is computed, which is the sum of the probabilities of all other ids.
     pub fn with_outside(self, outside: bool) -> Self {
         ScoreOptions { outside, ..self }
     }
 
-    /// Whether it is told which ids are the most probable of all at their position, [`Scores::is_argmax`].
+    /// Sets whether it is told which ids are the most probable of the vocabulary, [`Scores::is_argmax`].
     pub fn with_is_argmax(self, is_argmax: bool) -> Self {
         ScoreOptions { is_argmax, ..self }
     }
@@ -93,19 +93,25 @@ impl ScoreOptions {
         ScoreOptions { workspace_bytes: Some(bytes), ..self }
     }
 
-    /// What is asked of the ids `[positions, n]`.
+    /// Makes the query for the scores of these ids, `[positions, n]`.
     pub(crate) fn scored(&self, token_ids: Tensor) -> Scored {
-        let &ScoreOptions { temperature, entropy, outside, is_argmax, .. } = self;
-        Scored { token_ids, entropy, outside, is_argmax, temperature }
+        Scored {
+            token_ids,
+            needs_entropy: self.entropy,
+            needs_outside: self.outside,
+            needs_argmax: self.is_argmax,
+            temperature: self.temperature,
+        }
     }
 
+    /// Checks the range of the temperature.
     pub(crate) fn validate(&self) -> Result<()> {
         let temperature = self.temperature;
         check_number((1e-6..=1e6).contains(&temperature), "temperature", "from 1e-6 to 1e6", temperature)
     }
 }
 
-/// Scores in nats, f32 (f64 for heads in f64). Differentiable, but for `is_argmax`.
+/// Scores in nats, f32 (f64 for heads in f64). They are differentiable, except for `is_argmax`.
 ///
 /// # Examples
 ///
@@ -136,15 +142,15 @@ pub struct Scores {
     /// the other ids, so that it is exact where these have hardly any mass; minus infinity if there are no others.
     pub log_outside: Option<Tensor>,
     /// Whether each id is the most probable of the vocabulary at its position, of the ids' shape in u8, if it was asked
-    /// for: one for the id that `argmax` gives, the lowest among equals, else zero. All are zero where the distribution
-    /// is NaN.
+    /// for: one for the id that `argmax` returns, which is the lowest among equals, and zero for other ids. All are
+    /// zero where the distribution is NaN.
     pub is_argmax: Option<Tensor>,
-    /// The decoder, if it is a variable.
+    /// The variables whose gradients bypass candle's sum, such as the decoder.
     pub(crate) leaves: Vec<Leaf>,
 }
 
 impl Scores {
-    /// The gradients of a scalar that depends on these scores, as `value.backward()` computes them, with one copy less
+    /// Computes the gradients of a scalar that depends on these scores, as `value.backward()` does, with one copy less
     /// of the decoder's gradient, the largest.
     ///
     /// # Shapes
@@ -184,24 +190,25 @@ impl Scores {
         }
     }
 
-    /// The scores of distributions that are given as log-probabilities, for an output layer of your own.
+    /// Computes the scores of distributions that are given as log-probabilities, for an output layer of your own.
     ///
     /// # Shapes
     ///
     /// - log_probs: `[.., vocab]`, at most zero; a float type
     /// - token_ids: `[..]`, or `[.., n]` for several candidates; u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
-    ///   the mass outside `[..]`
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm
+    ///   of the mass outside `[..]`
     ///
     /// # Errors
     ///
-    /// If the shapes do not match, or the temperature is out of range. On the CPU [`Error::Value`] if a number is above zero
-    /// by more than rounding in its dtype, such as a raw logit.
+    /// If the shapes do not match, or the temperature is out of range. On the CPU [`Error::Value`] if a number is above
+    /// zero by more than rounding in its dtype, such as a raw logit.
     pub fn from_log_probs(log_probs: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Self> {
         Self::from_rounded(log_probs, log_probs.dtype(), token_ids, options)
     }
 
-    /// The same from log-probabilities that were rounded to a dtype before they were given in another one.
+    /// Computes the scores as [`Scores::from_log_probs`] does, from log-probabilities that were rounded to the dtype
+    /// `rounded` before they were given in another one.
     pub(crate) fn from_rounded(
         log_probs: &Tensor,
         rounded: DType,
@@ -212,39 +219,42 @@ impl Scores {
         let &[ref leading @ .., vocab] = log_probs.dims() else {
             return Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims()));
         };
-        let n = candidates("token_ids", token_ids, leading)?;
+        let n = candidate_count("token_ids", token_ids, leading)?;
         let positions: usize = leading.iter().product();
         let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);
         check_log_prob_tensor("log_probs", &rows, rounded, |row| row)?;
-        Self::of_rows(&rows, ids, token_ids.dims(), leading, options)
+        Self::from_rows(&rows, ids, token_ids.dims(), leading, options)
     }
 
-    /// From the distributions `[positions, vocab]` and the places `[positions, n]` of ids `of_ids` there.
-    pub(crate) fn of_rows(
+    /// Computes the scores of `n` ids at each position from log-probabilities `[positions, entries]`, among which the
+    /// ids have the `places` `[positions, n]`. `ids_shape` is the shape of the ids, and `leading` that of the
+    /// positions.
+    pub(crate) fn from_rows(
         rows: &Tensor,
         places: Tensor,
-        of_ids: &[usize],
+        ids_shape: &[usize],
         leading: &[usize],
         options: &ScoreOptions,
     ) -> Result<Self> {
         let scored = options.scored(places);
-        let is_argmax = are_argmax(rows, &scored)?.map(|is_argmax| is_argmax.reshape(of_ids)).transpose()?;
-        Ok(Scores { is_argmax, ..Self::of_columns(&composed(rows, &scored)?, of_ids, leading, options)? })
+        let is_argmax = are_argmax(rows, &scored)?.map(|is_argmax| is_argmax.reshape(ids_shape)).transpose()?;
+        Ok(Scores { is_argmax, ..Self::from_columns(&compose_scores(rows, &scored)?, ids_shape, leading, options)? })
     }
 
-    /// From `[positions, n + 2]`, log-probabilities, the entropy, and the logarithm of the mass outside.
-    pub(crate) fn of_columns(
+    /// Splits the columns `[positions, n + 2]` that the backend returns: the log-probabilities of `n` ids, the entropy,
+    /// and the logarithm of the mass outside the ids.
+    pub(crate) fn from_columns(
         scores: &Tensor,
-        of_ids: &[usize],
+        ids_shape: &[usize],
         leading: &[usize],
         options: &ScoreOptions,
     ) -> Result<Self> {
-        let n = scores.dim(1)? - OF_POSITION;
-        // All columns of no positions are the first: another offset would lie beyond their memory.
+        let n = scores.dim(1)? - POSITION_SCORES;
+        // If there are no positions, each column is read as the first: another offset would lie beyond the memory.
         let is_empty = scores.dim(0)? == 0;
         let column = |i: usize| scores.narrow(1, if is_empty { 0 } else { n + i }, 1)?.reshape(leading);
         Ok(Scores {
-            log_prob: scores.narrow(1, 0, n)?.reshape(of_ids)?,
+            log_prob: scores.narrow(1, 0, n)?.reshape(ids_shape)?,
             entropy: options.entropy.then(|| column(0)).transpose()?,
             log_outside: options.outside.then(|| column(1)).transpose()?,
             is_argmax: None,
@@ -253,10 +263,11 @@ impl Scores {
     }
 }
 
-/// The number of ids for each position: ids have its leading dimensions, and perhaps one more.
-pub(crate) fn candidates(argument: &'static str, token_ids: &Tensor, leading: &[usize]) -> Result<usize> {
+/// Checks the shape of the ids of a score, `[..]` or `[.., n]` with these leading dimensions, and returns their number
+/// at each position.
+pub(crate) fn candidate_count(argument: &'static str, token_ids: &Tensor, leading: &[usize]) -> Result<usize> {
     match token_ids.dims() {
-        [of_positions @ .., n] if of_positions == leading => {
+        [outer @ .., n] if outer == leading => {
             check_targets(argument, token_ids, token_ids.dims())?;
             Ok(*n)
         }

@@ -1,4 +1,5 @@
-//! Policy-gradient losses of token-level reinforcement learning: PPO and GRPO.
+//! Policy-gradient losses of token-level reinforcement learning, PPO and GRPO: functions of the log-probability of each
+//! sampled token and of the entropy.
 
 use std::ops::Range;
 
@@ -9,7 +10,8 @@ use crate::error::{Error, Result};
 use crate::scores::ScoreOptions;
 use crate::tensors::checks::{check_device, check_float, check_number, check_targets, leading};
 
-/// Log-ratios are continued linearly beyond this, so that their exponentials stay finite.
+/// The largest log-ratio whose exponential is computed. Beyond it the exponential is continued linearly, so that it
+/// stays finite.
 const MOST_LOG_RATIO: f64 = 20.0;
 
 /// How the losses of tokens are averaged.
@@ -70,9 +72,9 @@ pub enum PolicyNormalization {
 /// r = exp(log p - old)        x = reference - log p        m = min(exp(old - sampler), importance_cap)
 /// ```
 ///
-/// The first term is PPO's, equation 7; the estimate of the divergence from the reference is GRPO's, equation 4.
-/// Where the two terms of the minimum are equal, as they are while the ratio is within the clip's bounds, and at them, its
-/// gradient is that of the unclipped term, `r A`; a token whose clipped term is smaller has none.
+/// The first term is PPO's, equation 7; the estimate of the divergence from the reference is GRPO's, equation 4. Where
+/// the two terms of the minimum are equal, which they are while the ratio is within the clip's bounds or at one of
+/// them, its gradient is that of the unclipped term, `r A`. A token whose clipped term is smaller has no gradient.
 /// Exponentials of log-ratios above 20 are continued linearly. Ratios of whole sequences (GSPO) need all tokens of a
 /// sequence at once: compute them from [`OutputLayer::score`](crate::OutputLayer::score), which costs a fourth product.
 ///
@@ -117,9 +119,9 @@ pub enum PolicyNormalization {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PolicyOptions {
-    /// The default is 0.2.
+    /// How far a ratio may fall below 1 before it is clipped. The default is 0.2.
     pub clip_low: f64,
-    /// The default is 0.2. DAPO's is larger than `clip_low`.
+    /// How far a ratio may rise above 1 before it is clipped. The default is 0.2. DAPO's is larger than `clip_low`.
     pub clip_high: f64,
     /// The coefficient of the divergence from the reference. The default is 0.
     pub kl: f64,
@@ -127,7 +129,7 @@ pub struct PolicyOptions {
     pub entropy: f64,
     /// The largest importance weight m. The default is 2.
     pub importance_cap: f64,
-    /// The default is the mean over all tokens.
+    /// How the losses of tokens are averaged. The default is the mean over all tokens.
     pub normalization: PolicyNormalization,
     /// The temperature that the tokens were sampled with. The default is 1.
     pub temperature: f64,
@@ -142,7 +144,7 @@ impl Default for PolicyOptions {
 }
 
 impl PolicyOptions {
-    /// The clipped objective alone.
+    /// The options for the clipped objective alone.
     pub fn new() -> Self {
         PolicyOptions {
             clip_low: 0.2,
@@ -191,11 +193,13 @@ impl PolicyOptions {
         PolicyOptions { workspace_bytes: Some(bytes), ..self }
     }
 
-    pub(crate) fn scores(&self) -> ScoreOptions {
+    /// Returns the options of the scores that the loss depends on.
+    pub(crate) fn score_options(&self) -> ScoreOptions {
         let scores = ScoreOptions::new().with_entropy(self.entropy != 0.0).with_temperature(self.temperature);
         ScoreOptions { workspace_bytes: self.workspace_bytes, ..scores }
     }
 
+    /// Checks the ranges of the numbers.
     fn validate(&self) -> Result<()> {
         let is_number = |x: f64| x.is_finite();
         let (low, high) = (self.clip_low, self.clip_high);
@@ -208,12 +212,12 @@ impl PolicyOptions {
         if let PolicyNormalization::Constant(by) = self.normalization {
             check_number(by > 0.0 && is_number(by), "normalization", "a constant above 0", by)?;
         }
-        self.scores().validate()
+        self.score_options().validate()
     }
 }
 
-/// Sampled tokens and what is known of them, each `[..]` as the leading dimensions of the hidden states. Numbers are
-/// constants: no gradient passes through them.
+/// Sampled tokens, their advantages, and their log-probabilities under other policies. Each tensor is `[..]`, the
+/// leading dimensions of the hidden states. The numbers are constants: no gradient passes through them.
 ///
 /// # Examples
 ///
@@ -254,12 +258,12 @@ pub struct PolicyBatch {
     pub reference_log_probs: Option<Tensor>,
     /// Their log-probabilities under the engine that sampled them, for truncated importance weights.
     pub sampler_log_probs: Option<Tensor>,
-    /// Not zero where a token counts. The others, such as a prompt's, are left out before any product.
+    /// A mask that is not zero where a token counts. Other tokens, such as a prompt's, are left out before any product.
     pub mask: Option<Tensor>,
 }
 
 impl PolicyBatch {
-    /// Tokens of the present policy, all of which count.
+    /// Makes a batch of tokens of the present policy, all of which count.
     ///
     /// # Shapes
     ///
@@ -311,28 +315,13 @@ impl PolicyBatch {
     pub fn with_mask(self, mask: Tensor) -> Self {
         PolicyBatch { mask: Some(mask), ..self }
     }
-}
 
-/// The terms of the tokens that count, `[n]` each.
-pub(crate) struct PolicyTerms {
-    /// Their positions among all.
-    pub(crate) positions: Vec<u32>,
-    pub(crate) token_ids: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    old: Option<Tensor>,
-    reference: Option<Tensor>,
-    importance: Option<Tensor>,
-    options: PolicyOptions,
-}
-
-impl PolicyTerms {
-    /// The terms of the tokens that count after hidden states `[.., hidden]`, and their hidden states `[n, hidden]`.
-    pub(crate) fn of_hidden(hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<(Self, Tensor)> {
-        options.validate()?;
-        let (leading, dtype) = (leading(hidden)?, accumulation_dtype("hidden", hidden.dtype())?);
-        check_targets("token_ids", &batch.token_ids, leading)?;
-        check_device("token_ids", &batch.token_ids, hidden)?;
+    /// Checks shapes, dtypes and devices, and that the batch has what the options need. The mask is checked where it is
+    /// read.
+    fn check(&self, hidden: &Tensor, options: &PolicyOptions) -> Result<()> {
+        let leading = leading(hidden)?;
+        check_targets("token_ids", &self.token_ids, leading)?;
+        check_device("token_ids", &self.token_ids, hidden)?;
         let check = |argument, tensor: &Tensor| {
             check_float(argument, tensor)?;
             check_device(argument, tensor, hidden)?;
@@ -342,30 +331,58 @@ impl PolicyTerms {
                 Err(Error::shape(argument, format!("{leading:?}"), tensor.dims()))
             }
         };
-        check("advantages", &batch.advantages)?;
+        check("advantages", &self.advantages)?;
         for (argument, log_probs) in [
-            ("old_log_probs", &batch.old_log_probs),
-            ("reference_log_probs", &batch.reference_log_probs),
-            ("sampler_log_probs", &batch.sampler_log_probs),
+            ("old_log_probs", &self.old_log_probs),
+            ("reference_log_probs", &self.reference_log_probs),
+            ("sampler_log_probs", &self.sampler_log_probs),
         ] {
             log_probs.as_ref().map_or(Ok(()), |log_probs| check(argument, log_probs))?;
         }
-        if options.kl != 0.0 && batch.reference_log_probs.is_none() {
+        if options.kl != 0.0 && self.reference_log_probs.is_none() {
             return Err(Error::config(
                 "reference_log_probs",
                 "the reference's log-probabilities, because kl is not 0",
                 "none",
             ));
         }
-        let counts = counted(batch.mask.as_ref(), leading)?;
+        Ok(())
+    }
+}
+
+/// The constants of a policy loss at the tokens that count, `[n]` each.
+pub(crate) struct PolicyTerms {
+    /// The places of these tokens among all positions.
+    pub(crate) positions: Vec<u32>,
+    pub(crate) token_ids: Tensor,
+    advantages: Tensor,
+    /// The weight of each token's loss in the sum.
+    weights: Tensor,
+    /// The log-probabilities under the policy that the ratio refers to.
+    old: Option<Tensor>,
+    /// The log-probabilities under the reference policy.
+    reference: Option<Tensor>,
+    /// The truncated importance weights.
+    importance: Option<Tensor>,
+    options: PolicyOptions,
+}
+
+impl PolicyTerms {
+    /// Checks the batch of a head with hidden states `[.., hidden]` and selects the tokens that count, which reads the
+    /// mask on the host. Returns the hidden states of these tokens, `[n, hidden]`, beside the terms.
+    pub(crate) fn from_hidden(hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<(Self, Tensor)> {
+        options.validate()?;
+        let (leading, dtype) = (leading(hidden)?, accumulation_dtype("hidden", hidden.dtype())?);
+        batch.check(hidden, options)?;
+        let counts = read_mask(batch.mask.as_ref(), leading)?;
         let positions: Vec<u32> = (0u32..).zip(&counts).filter(|(_, &counts)| counts).map(|(t, _)| t).collect();
-        let weights = weights(&counts, leading, options.normalization);
+        let weights = token_weights(&counts, leading, options.normalization);
         let (n, device) = (positions.len(), hidden.device());
         let index = Tensor::from_vec(positions.clone(), n, device)?;
         let select = |tensor: &Tensor| tensor.detach().flatten_all()?.index_select(&index, 0);
-        let number = |tensor: &Tensor| select(tensor)?.to_dtype(dtype);
-        let of = |tensor: &Option<Tensor>| tensor.as_ref().map(number).transpose();
-        let old = of(&batch.old_log_probs)?;
+        let numbers = |tensor: &Tensor| select(tensor)?.to_dtype(dtype);
+        let numbers_if_given = |tensor: &Option<Tensor>| tensor.as_ref().map(numbers).transpose();
+        let old = numbers_if_given(&batch.old_log_probs)?;
         let importance = |sampler: Tensor| match &old {
             Some(old) => {
                 let ratio = (old - sampler)?.minimum(options.importance_cap.ln())?;
@@ -379,60 +396,61 @@ impl PolicyTerms {
         let terms = PolicyTerms {
             positions,
             token_ids: select(&batch.token_ids)?,
-            advantages: number(&batch.advantages)?,
+            advantages: numbers(&batch.advantages)?,
             weights: Tensor::from_vec(weights, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?,
-            reference: of(&batch.reference_log_probs)?.filter(|_| options.kl != 0.0),
-            importance: of(&batch.sampler_log_probs)?.map(importance).transpose()?,
+            reference: numbers_if_given(&batch.reference_log_probs)?.filter(|_| options.kl != 0.0),
+            importance: numbers_if_given(&batch.sampler_log_probs)?.map(importance).transpose()?,
             old,
             options: options.clone(),
         };
         Ok((terms, rows.index_select(&index, 0)?))
     }
 
-    /// The loss of some tokens, `[chunk]`, and its derivatives by their scores, `[chunk, 2]`, from these.
-    pub(crate) fn of_chunk(&self, positions: Range<usize>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
-        let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
+    /// Computes the weighted losses of some of the tokens that count, `[chunk]`, and their derivatives by the scores,
+    /// `[chunk, 2]`, from these scores, `[chunk, 2]`: log-probability and entropy.
+    pub(crate) fn chunk_loss(&self, positions: Range<usize>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
+        let chunk = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
         let column = |i| scores.narrow(1, i, 1)?.squeeze(1);
-        let (log_prob, entropy, advantages) = (column(0)?, column(1)?, of(&self.advantages)?);
+        let (log_prob, entropy, advantages) = (column(0)?, column(1)?, chunk(&self.advantages)?);
         let log_ratio = match &self.old {
-            Some(old) => (&log_prob - of(old)?)?,
+            Some(old) => (&log_prob - chunk(old)?)?,
             None => log_prob.zeros_like()?,
         };
         let (ratio, slope) = exp_continued(&log_ratio)?;
         let PolicyOptions { clip_low, clip_high, kl, entropy: bonus, .. } = self.options;
-        let free = (&ratio * &advantages)?;
+        let unclipped = (&ratio * &advantages)?;
         let clipped = (ratio.clamp(1.0 - clip_low, 1.0 + clip_high)? * &advantages)?;
-        // False for a NaN, which stays one.
-        let is_clipped = free.gt(&clipped)?;
-        let mut loss = free.minimum(&clipped)?.neg()?;
-        let mut of_log_prob = is_clipped.where_cond(&loss.zeros_like()?, &(slope * &advantages)?.neg()?)?;
+        // The comparison is false for a NaN, which stays a NaN.
+        let is_clipped = unclipped.gt(&clipped)?;
+        let mut loss = unclipped.minimum(&clipped)?.neg()?;
+        let mut by_log_prob = is_clipped.where_cond(&loss.zeros_like()?, &(slope * &advantages)?.neg()?)?;
         if let Some(importance) = &self.importance {
-            (loss, of_log_prob) = ((loss * of(importance)?)?, (of_log_prob * of(importance)?)?);
+            (loss, by_log_prob) = ((loss * chunk(importance)?)?, (by_log_prob * chunk(importance)?)?);
         }
         if let Some(reference) = &self.reference {
-            let x = (of(reference)? - &log_prob)?;
+            let x = (chunk(reference)? - &log_prob)?;
             let (exp, slope) = exp_continued(&x)?;
             loss = (loss + ((exp - x)? - 1.0)?.affine(kl, 0.0)?)?;
-            of_log_prob = (of_log_prob + slope.affine(-kl, kl)?)?;
+            by_log_prob = (by_log_prob + slope.affine(-kl, kl)?)?;
         }
-        let weights = of(&self.weights)?;
+        let weights = chunk(&self.weights)?;
         if bonus != 0.0 {
             loss = (loss - entropy.affine(bonus, 0.0)?)?;
         }
-        let derivatives = Tensor::stack(&[(of_log_prob * &weights)?, weights.affine(-bonus, 0.0)?], 1)?;
+        let derivatives = Tensor::stack(&[(by_log_prob * &weights)?, weights.affine(-bonus, 0.0)?], 1)?;
         Ok(((loss * weights)?, derivatives))
     }
 }
 
-/// `exp(x)`, continued linearly beyond [`MOST_LOG_RATIO`], and its derivative.
+/// Computes `exp(x)`, which is continued linearly beyond [`MOST_LOG_RATIO`], and its derivative.
 fn exp_continued(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let within = x.minimum(MOST_LOG_RATIO)?;
     let slope = within.exp()?;
     Ok((((x - within)?.affine(1.0, 1.0)? * &slope)?, slope))
 }
 
-/// Which tokens count. Waits for the device of the mask.
-fn counted(mask: Option<&Tensor>, leading: &[usize]) -> Result<Vec<bool>> {
+/// Reads which tokens count, which waits for the device of the mask.
+fn read_mask(mask: Option<&Tensor>, leading: &[usize]) -> Result<Vec<bool>> {
     let Some(mask) = mask else { return Ok(vec![true; leading.iter().product()]) };
     if mask.dims() != leading {
         return Err(Error::shape("mask", format!("{leading:?}"), mask.dims()));
@@ -444,8 +462,8 @@ fn counted(mask: Option<&Tensor>, leading: &[usize]) -> Result<Vec<bool>> {
     }
 }
 
-/// The weight of each token that counts.
-fn weights(counts: &[bool], leading: &[usize], normalization: PolicyNormalization) -> Vec<f64> {
+/// Returns the weight of each token that counts.
+fn token_weights(counts: &[bool], leading: &[usize], normalization: PolicyNormalization) -> Vec<f64> {
     let total = |counts: &[bool]| counts.iter().filter(|&&counts| counts).count();
     match normalization {
         PolicyNormalization::Tokens => vec![1.0 / total(counts) as f64; total(counts)],

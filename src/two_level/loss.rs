@@ -73,7 +73,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
     /// Computes the loss of a request: the root's at all positions, and each cluster's at the positions whose target is
     /// in it. It reads the targets on the host, to sort the positions by cluster.
     pub(super) fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
-        request.require(self.name, &[])?;
+        request.check_support(self.name, &[])?;
         let (leading, options) = (leading(hidden)?, request.options);
         let ids = request.read_ids(self.vocab_size)?;
         let device = hidden.device();
@@ -109,10 +109,10 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
             total.value = (total.value + clusters.value)?;
         }
         if is_reduced {
-            let loss = request.loss_of_nll(&total.nll)?;
-            Ok(Loss { value: total.value, parts: total.leaves, spared: self.spared(&groups), ..loss })
+            let loss = request.loss_from_nll(&total.nll)?;
+            Ok(Loss { value: total.value, other_decoders: total.leaves, spared: self.spared(&groups), ..loss })
         } else {
-            Ok(Loss { spared: self.spared(&groups), ..request.loss_of_nll(&total.value)? })
+            Ok(Loss { spared: self.spared(&groups), ..request.loss_from_nll(&total.value)? })
         }
     }
 

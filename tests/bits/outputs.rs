@@ -1,5 +1,6 @@
-//! What is computed of a problem besides the loss of targets and the choice of ids: scores, policy losses, distillation,
-//! kept sets, requests, accumulated gradients, losses of a chunk's scores, and a vocabulary that ranks share.
+//! What is computed of a problem besides the loss of targets and the choice of ids: scores, policy losses,
+//! distillation, sets of allowed ids, requests, accumulated gradients, losses of a chunk's scores, and a vocabulary
+//! that ranks share.
 
 use std::sync::Arc;
 
@@ -238,7 +239,8 @@ fn digest_tokens(tokens: &[NextToken], digest: &mut Digest) {
     }
 }
 
-/// A mixture whose vocabulary three ranks share: losses and gradients, the most probable ids and requests, on each rank.
+/// A mixture whose vocabulary three ranks share: losses and gradients, the most probable ids and requests, on each
+/// rank.
 pub(crate) fn ranks(components: usize, dtype: DType, digest: &mut Digest) -> Result<()> {
     const VOCAB: usize = 101;
     const POSITIONS: usize = 21;

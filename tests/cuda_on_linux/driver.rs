@@ -12,7 +12,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// `None` on a GPU.
+    /// The emulated driver; `None` on a GPU.
     pub fn emulated() -> Option<Self> {
         // SAFETY: the emulated driver defines these functions with these types.
         unsafe {
@@ -27,40 +27,40 @@ impl Driver {
         }
     }
 
-    /// Makes the n-th call of the driver from now on, on this thread, return an error.
+    /// Makes the n-th call of the driver from now on, on this thread, return an error; with zero, none.
     pub fn fail_call(&self, n: usize) {
         (self.fail_call)(n as c_long)
     }
 
-    /// Whether that call has not come; none fails any more.
+    /// Returns whether the call that was to fail has not come, and lets none fail any more.
     pub fn take_pending_failure(&self) -> bool {
         let pending = (self.failure_is_pending)() != 0;
         self.fail_call(0);
         pending
     }
 
-    /// The allocations of this thread that are not freed.
+    /// The number of allocations of this thread that are not freed.
     pub fn live_allocations(&self) -> i64 {
         (self.live_allocations)()
     }
 
-    /// Lets allocations of this thread from now on live until the process ends.
+    /// Lets the allocations that this thread makes from now on live until the process ends.
     pub fn keep_allocations(&self) {
         (self.keep_allocations)(1)
     }
 
-    /// The copies of this thread from the host to the device.
+    /// The number of this thread's copies from the host to the device.
     pub fn uploads(&self) -> i64 {
         (self.uploads)()
     }
 
-    /// The calls in which this thread has waited for the device.
+    /// The number of calls in which this thread has waited for the device.
     pub fn waits(&self) -> i64 {
         (self.waits)()
     }
 }
 
-/// The function of this name, if the driver has it.
+/// Returns the function of this name, if the driver has it.
 ///
 /// # Safety
 ///

@@ -10,6 +10,7 @@ use candle_core::{CudaDevice, DType, Device, Result, Tensor};
 
 use crate::driver::Driver;
 
+/// The number of elements of each allocation.
 const N: usize = 64;
 
 /// Launches candle's kernel that fills `n` numbers from an address on.
@@ -22,6 +23,7 @@ fn fill_with(device: &CudaDevice, address: u64, n: usize, config: LaunchConfig) 
     Ok(())
 }
 
+/// [`fill_with`] enough threads.
 fn fill(device: &CudaDevice, address: u64, n: usize) -> Result<()> {
     fill_with(device, address, n, LaunchConfig::for_num_elems(n as u32))
 }
@@ -36,6 +38,7 @@ fn exp_with(device: &CudaDevice, from: u64, to: u64, n: usize, config: LaunchCon
     Ok(())
 }
 
+/// [`exp_with`] enough threads.
 fn exp(device: &CudaDevice, from: u64, to: u64, n: usize) -> Result<()> {
     exp_with(device, from, to, n, LaunchConfig::for_num_elems(n as u32))
 }
@@ -84,11 +87,12 @@ fn multiply_new(device: &CudaDevice, strides: [i32; 3]) -> Result<()> {
     multiply(&device.cublas_handle(), address(&matrices, &device.cuda_stream()), &1.0, strides)
 }
 
-/// The address of a slice, whose use is marked as over at once.
+/// Returns the address of a slice. cudarc takes its use to be over at once.
 fn address<T>(slice: &impl DevicePtr<T>, stream: &CudaStream) -> u64 {
     slice.device_ptr(stream).0
 }
 
+/// Code that has a fault.
 type Fault = fn(&CudaDevice) -> Result<()>;
 
 /// The name of each fault and the expected message.
@@ -98,14 +102,14 @@ const FAULTS: [(&str, &str, Fault); 25] = [
         fill(device, address(&numbers, &device.cuda_stream()), N + 1)
     }),
     ("not_written", "which nothing has written", |device| {
-        // SAFETY: what the test is about.
+        // SAFETY: it is what the test is about.
         let numbers = unsafe { device.alloc::<f32>(N) }?;
         let at = address(&numbers, &device.cuda_stream());
         fill(device, at, N - 1)?;
         exp(device, at, at, N)
     }),
     ("copied_before_written", "which nothing has written", |device| {
-        // SAFETY: what the test is about.
+        // SAFETY: it is what the test is about.
         let numbers = unsafe { device.alloc::<f32>(N) }?;
         device.clone_dtoh(&numbers).map(|_| ())
     }),
@@ -115,7 +119,7 @@ const FAULTS: [(&str, &str, Fault); 25] = [
         drop(numbers);
         fill(device, at, N)
     }),
-    ("of_the_host", "is no address of an allocation", |device| {
+    ("memory_of_the_host", "is no address of an allocation", |device| {
         let numbers = [0f32; N];
         fill(device, numbers.as_ptr() as u64, N)
     }),
@@ -185,7 +189,7 @@ const FAULTS: [(&str, &str, Fault); 25] = [
     ("result_over_an_operand", "the result overlaps an operand", |device| multiply_new(device, [5, 4, 4])),
     ("columns_that_overlap", "CUBLAS_STATUS_INVALID_VALUE", |device| multiply_new(device, [3, 4, 4])),
     ("matrix_not_written", "which nothing has written", |device| {
-        // SAFETY: what the test is about.
+        // SAFETY: it is what the test is about.
         let matrices = unsafe { device.alloc::<f32>(MATRICES.len()) }?;
         multiply(&device.cublas_handle(), address(&matrices, &device.cuda_stream()), &1.0, [4; 3])
     }),
@@ -229,7 +233,7 @@ fn fault() -> Result<()> {
         std::mem::forget(CudaDevice::new(0)?.alloc_zeros::<f32>(N)?);
         return Ok(());
     }
-    let (_, _, fault) = FAULTS.iter().find(|(of, _, _)| *of == name).expect("a fault");
+    let (_, _, fault) = FAULTS.iter().find(|(other, _, _)| *other == name).expect("a fault");
     let device = CudaDevice::new(0)?;
     fault(&device)?;
     device.synchronize()

@@ -8,6 +8,7 @@ use mos_head::{
 
 use crate::driver::Driver;
 
+/// The three heads of the crate.
 fn heads(device: &Device) -> Result<[Box<dyn OutputLayer>; 3]> {
     let config = MixtureConfig::new(6, 20, 3).with_context_dim(5);
     let variables = || VarMap::new();
@@ -28,6 +29,7 @@ fn step(head: &dyn OutputLayer, hidden: &Tensor, targets: &Tensor, options: &Los
     Ok([vec![loss.value.to_scalar()?], ids].concat())
 }
 
+/// Hidden states and targets.
 fn batch(device: &Device) -> Result<(Tensor, Tensor)> {
     let hidden: Vec<f32> = (0..24).map(|i| (i as f32 * 0.7).sin()).collect();
     Ok((Tensor::from_vec(hidden, (4, 6), device)?, Tensor::new(&[3u32, 19, 0, 7], device)?))

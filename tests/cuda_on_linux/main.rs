@@ -14,7 +14,7 @@ mod streams;
 #[path = "../common/values.rs"]
 mod values;
 #[cfg(feature = "nccl")]
-// Not all of its comparisons.
+// These tests do not use all of its comparisons.
 #[allow(dead_code)]
 #[path = "../common/vocabulary.rs"]
 mod vocabulary;

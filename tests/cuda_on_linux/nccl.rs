@@ -9,10 +9,11 @@ use mos_head::{Error, Result};
 use crate::driver::Driver;
 use crate::vocabulary;
 
-/// Calls a function in as many threads, each a rank with a device of its own; cudarc may order its streams by events.
+/// Calls a function in a thread for each rank, with a device of its own. cudarc orders its streams by events if
+/// `has_events`.
 fn on_ranks(
     ranks: usize,
-    events: bool,
+    has_events: bool,
     run: impl Fn(Arc<dyn Collectives>, &Device) -> Result<()> + Sync,
 ) -> Result<()> {
     // NCCL demands a GPU for each rank.
@@ -20,16 +21,16 @@ fn on_ranks(
         return Ok(());
     }
     let id = Nccl::new_id()?;
-    let of_rank = |rank: usize| {
+    let run_rank = |rank: usize| {
         let device = Device::new_cuda(0)?;
-        if let (Device::Cuda(device), false) = (&device, events) {
+        if let (Device::Cuda(device), false) = (&device, has_events) {
             // SAFETY: `Nccl` orders its stream and the device's, which are all there are.
             unsafe { device.disable_event_tracking() };
         }
         run(Arc::new(Nccl::new(&device, rank, ranks, id)?), &device)
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || of_rank(rank))).collect();
+        let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || run_rank(rank))).collect();
         threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
     })
 }
@@ -37,12 +38,12 @@ fn on_ranks(
 #[test]
 fn numbers_of_the_host_and_of_the_device() -> Result<()> {
     const N: usize = 1000;
-    let of_rank = |rank: usize, i: usize| (rank * 3 + i % 7) as f64;
+    let rank_number = |rank: usize, i: usize| (rank * 3 + i % 7) as f64;
     let check = |ranks: Arc<dyn Collectives>, device: &Device| {
         let (rank, count) = (ranks.rank(), ranks.ranks());
-        let own: Vec<f64> = (0..N).map(|i| of_rank(rank, i)).collect();
-        let sums: Vec<f64> = (0..N).map(|i| (0..count).map(|rank| of_rank(rank, i)).sum()).collect();
-        let all: Vec<f64> = (0..count).flat_map(|rank| (0..N).map(move |i| of_rank(rank, i))).collect();
+        let own: Vec<f64> = (0..N).map(|i| rank_number(rank, i)).collect();
+        let sums: Vec<f64> = (0..N).map(|i| (0..count).map(|rank| rank_number(rank, i)).sum()).collect();
+        let all: Vec<f64> = (0..count).flat_map(|rank| (0..N).map(move |i| rank_number(rank, i))).collect();
         assert_eq!(ranks.all_gather(&own)?, all);
 
         let mut numbers = own.clone();

@@ -31,6 +31,7 @@ fn results(device: &Device, reader: &Device) -> Result<Vec<f32>> {
     Ok(values)
 }
 
+/// Asserts that two lists are equal up to rounding.
 fn assert_close(got: &[f32], expected: &[f32]) {
     assert_eq!(got.len(), expected.len());
     for (got, expected) in got.iter().zip(expected) {

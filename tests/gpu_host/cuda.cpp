@@ -21,15 +21,23 @@ void emulated_fail(const char *what) { machine::fail(what); }
 #undef KERNEL
 #define KERNEL(name) kernel<&::name>(#name)
 template <auto function> static machine::Kernel kernel(const char *name) {
-    const EmulatedKernel of = EmulatedCall<function>::of(name);
-    return {name, of.run, {}, {of.sizes, of.sizes + of.arity}};
+    const EmulatedKernel emulated = EmulatedCall<function>::kernel(name);
+    return {name, emulated.run, {}, {emulated.sizes, emulated.sizes + emulated.arity}};
 }
 #define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type)
 static const machine::Kernel kernels[] = {
-    KERNEL(row_log_sum_exp),    KERNEL(position_loss),   KERNEL(top_k),
-    KERNEL(row_soft_mass),      KERNEL(position_scales), KERNEL(position_targets),
-    KERNEL(position_weighting), KERNEL(position_scores), KERNEL(position_masses),
-    KERNELS_FOR(f32),           KERNELS_FOR(f16),        KERNELS_FOR(bf16),
+    KERNEL(row_log_sum_exp),
+    KERNEL(position_loss),
+    KERNEL(top_k),
+    KERNEL(position_scores),
+    KERNEL(position_masses),
+    KERNEL(row_soft_mass),
+    KERNEL(position_gradients),
+    KERNEL(position_targets),
+    KERNEL(position_gradient_scales),
+    KERNELS_FOR(f32),
+    KERNELS_FOR(f16),
+    KERNELS_FOR(bf16),
 };
 
 // Launches a kernel with arguments of these sizes. Returns 0, or 1 if there is no such kernel.

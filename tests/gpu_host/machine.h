@@ -44,7 +44,7 @@ static unsigned threads = 256, block, thread;
 // The current interval between two barriers, counted over all blocks and launches, and the block's first one.
 [[maybe_unused]] static uint64_t interval, first_interval;
 
-// Who includes this may define it, to say more.
+// Reports a fault and ends the process. A file that includes this one may define it first, with a longer message.
 #ifndef MACHINE_FAIL
 #define MACHINE_FAIL(what)                                     \
     do {                                                       \
@@ -62,15 +62,18 @@ static char *stacks() {
     return static_cast<char *>(all);
 }
 
-// Not by its own name, for which a header may substitute a function that refuses jumps to another stack.
+// The C library's `longjmp` by another name: for its own, a header may substitute a function that refuses to jump to
+// another stack.
 extern "C" [[noreturn]] void jump(jmp_buf, int) __asm__("_longjmp");
 
-// Jumps between stacks, which unlike `swapcontext` needs no system call.
+// Waits in a state until the scheduler resumes this fiber. The jump between stacks, unlike `swapcontext`, needs no
+// system call.
 static void wait(State state) {
     fibers[thread].state = state;
     if (!_setjmp(fibers[thread].rest)) jump(scheduler, 1);
 }
 
+// The body of each fiber.
 static void enter() {
     for (;;) {
         body(arguments);
@@ -93,6 +96,7 @@ static void resume(Fiber &fiber) {
     setcontext(&fiber.first);
 }
 
+// Whether the fibers of n threads, from `first` on, are in a state.
 static bool all(unsigned first, unsigned n, State state) {
     for (unsigned i = first; i < first + n; ++i) {
         if (fibers[i].state != state) return false;
@@ -100,6 +104,7 @@ static bool all(unsigned first, unsigned n, State state) {
     return true;
 }
 
+// Runs the threads of a block until all are done.
 static void run_block() {
     first_interval = ++interval;
     for (unsigned i = 0; i < threads; ++i) fibers[i].state = READY;
@@ -135,6 +140,7 @@ static void run_block() {
 
 static inline void barrier() { wait(AT_BARRIER); }
 
+// Returns x of the thread whose lane is this thread's XOR `lane`.
 template <typename T> static T shuffle_xor(T x, int lane) {
     static_assert(sizeof(T) == 4, "a shuffle moves 4 bytes");
     Fiber &mine = fibers[thread];
@@ -156,29 +162,31 @@ struct Kernel {
 };
 
 // Runs a kernel's blocks. The bytes from `shared` on are what the threads of a block share.
-static void run(void (*kernel)(void **), unsigned blocks, void **of_kernel, char *shared, size_t bytes) {
+static void run(void (*kernel)(void **), unsigned blocks, void **kernel_arguments, char *shared, size_t bytes) {
     body = kernel;
-    arguments = of_kernel;
+    arguments = kernel_arguments;
     for (block = 0; block < blocks; ++block) {
         if (bytes) std::memset(shared, 0xff, bytes);
         run_block();
     }
 }
 
-[[maybe_unused]] static int launch(const Kernel *kernels, size_t count, const char *name, unsigned blocks, void **of_kernel,
-                                   const std::vector<size_t> &sizes = {}) {
+// Finds a kernel by its name and runs it. Returns 0, or 1 if there is no such kernel.
+[[maybe_unused]] static int launch(const Kernel *kernels, size_t count, const char *name, unsigned blocks,
+                                   void **kernel_arguments, const std::vector<size_t> &sizes = {}) {
     char *const shared = &__start_machine_shared;
     const size_t bytes = shared ? &__stop_machine_shared - shared : 0;
     for (size_t i = 0; i < count; ++i) {
         if (std::strcmp(kernels[i].name, name)) continue;
         if (sizes != kernels[i].sizes) fail("the number or the sizes of the arguments differ from the kernel's");
-        run(kernels[i].run, blocks, of_kernel, shared, bytes);
+        run(kernels[i].run, blocks, kernel_arguments, shared, bytes);
         return 0;
     }
     return 1;
 }
 
-template <typename T> constexpr int access_of() {
+// The access (see `Kernel`) of an argument of type T.
+template <typename T> constexpr int argument_access() {
     return std::is_pointer_v<T> && !std::is_const_v<std::remove_pointer_t<T>> ? 2 : 1;
 }
 

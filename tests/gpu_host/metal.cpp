@@ -28,14 +28,16 @@ template <typename... A, void (*function)(A...)> struct Unpack<function> {
         function(bound<std::tuple_element_t<I, All>>(slots[I])..., machine::block, machine::thread);
     }
     template <size_t... I> static std::vector<int> access(std::index_sequence<I...>) {
-        return {machine::access_of<std::tuple_element_t<I, All>>()...};
+        return {machine::argument_access<std::tuple_element_t<I, All>>()...};
     }
     static void run(void **slots) { call(slots, std::make_index_sequence<BUFFERS>()); }
-    static machine::Kernel named(const char *name) { return {name, run, access(std::make_index_sequence<BUFFERS>()), {}}; }
+    static machine::Kernel kernel(const char *name) {
+        return {name, run, access(std::make_index_sequence<BUFFERS>()), {}};
+    }
 };
 
 #undef KERNEL
-#define KERNEL(name) Unpack<&::name>::named(#name)
+#define KERNEL(name) Unpack<&::name>::kernel(#name)
 static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),
     KERNEL(position_loss),
@@ -43,13 +45,13 @@ static const machine::Kernel kernels[] = {
     KERNEL(position_scores),
     KERNEL(position_masses),
     KERNEL(row_soft_mass),
-    KERNEL(position_scales),
-    KERNEL(row_gradient_f32),
+    KERNEL(position_gradients),
     KERNEL(position_targets),
-    KERNEL(position_weighting),
+    KERNEL(position_gradient_scales),
     KERNEL(mixture_log_probs_f32),
     KERNEL(mixture_log_probs_f16),
     KERNEL(mixture_log_probs_bf16),
+    KERNEL(row_gradient_f32),
     KERNEL(widen_f16),
     KERNEL(widen_bf16),
     KERNEL(inner_products_f16),
@@ -57,8 +59,8 @@ static const machine::Kernel kernels[] = {
 };
 
 static const machine::Kernel *find(const char *name) {
-    for (const machine::Kernel &one : kernels)
-        if (!std::strcmp(one.name, name)) return &one;
+    for (const machine::Kernel &kernel : kernels)
+        if (!std::strcmp(kernel.name, name)) return &kernel;
     return nullptr;
 }
 
@@ -66,10 +68,10 @@ static const machine::Kernel *find(const char *name) {
 extern "C" int launch(const char *name, unsigned blocks, void **slots, const size_t *, size_t) {
     return machine::launch(kernels, std::size(kernels), name, blocks, slots);
 }
-// The number of a kernel's buffers, or -1 if there is no such kernel.
+// Returns the number of a kernel's buffers, or -1 if there is no such kernel.
 extern "C" int slots(const char *name) {
-    const machine::Kernel *of_name = find(name);
-    return of_name ? int(of_name->access.size()) : -1;
+    const machine::Kernel *kernel = find(name);
+    return kernel ? int(kernel->access.size()) : -1;
 }
-// 1: the kernel only reads this buffer; 2: it may write it.
+// Returns 1 if the kernel only reads this buffer, 2 if it may write it.
 extern "C" int access(const char *name, int slot) { return find(name)->access.at(slot); }

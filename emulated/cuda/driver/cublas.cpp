@@ -70,10 +70,10 @@ static bool supports(int type, int out, int compute) {
     }
 }
 
-// The terms of a sum that are added one after another; cuBLAS too splits long sums.
+// The number of terms of a sum that are added one after another; cuBLAS splits long sums, too.
 static const int TERMS = 512;
 
-// out = alpha a b + beta out, where the operands are transposed or not.
+// Computes out = alpha a b + beta out, where the operands are transposed or not.
 template <typename Sum>
 static void multiply(Sum alpha, const Matrix &a, bool transpose_a, const Matrix &b, bool transpose_b, Sum beta,
                      const Matrix &out) {

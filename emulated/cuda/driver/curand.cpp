@@ -16,7 +16,7 @@ struct Generator {
 };
 static auto &generators = *new std::set<Generator *>;
 
-// The samples are from (0, 1].
+// Fills memory with samples: uniform ones from (0, 1], or normal ones.
 template <typename T>
 static Status fill(Generator *generator, T *to, size_t count, bool is_normal, T mean, T deviation) {
     if (!generators.count(generator)) return NOT_INITIALIZED;

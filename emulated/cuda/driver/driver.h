@@ -35,9 +35,9 @@ const int INVALID_CONTEXT = 201;
 // Whether this thread has a context.
 bool has_context();
 
-// What has happened before: for each stream, the number of its operations.
+// The operations that have happened before, as their number in each stream.
 struct Clock : std::vector<uint64_t> {
-    uint64_t of(size_t stream) const { return stream < size() ? (*this)[stream] : 0; }
+    uint64_t operations(size_t stream) const { return stream < size() ? (*this)[stream] : 0; }
     void join(const Clock &other);
 };
 
@@ -50,7 +50,7 @@ struct Stream {
 Stream &stream_of(void *handle);
 // The host has waited for a stream.
 void host_waits_for(const Stream &stream);
-// Whether it has, since an operation that this was the clock of.
+// Whether the host has waited for the operations of a clock.
 bool host_has_waited_for(const Clock &clock);
 
 // An operation of a stream that has used memory.
@@ -60,7 +60,8 @@ struct Use {
     std::string what;
 };
 
-// Memory that operations use: one that writes it must be ordered after all others, one that reads it after the writer.
+// Memory that operations use. An operation that writes it must be ordered after all others, one that reads it after the
+// writer.
 struct Resource {
     std::string name;
     Use writer;
@@ -111,8 +112,8 @@ struct Accesses {
     void write(const Moment &now, bool is_shared);
 };
 
-// Memory outside of the device's that kernels may access: stacks, arguments and their own variables. With `accesses`,
-// one for each byte, it is shared by the threads of a block.
+// Lets kernels access memory of the host: stacks, arguments and their own variables. With `accesses`, one for each byte,
+// the threads of a block share the memory.
 void allow(uintptr_t first, size_t size, Accesses *accesses = nullptr);
 void disallow_last();
 // Where the running kernel is, for messages.

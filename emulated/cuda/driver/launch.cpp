@@ -19,6 +19,7 @@ enum { INVALID_VALUE = 1, INVALID_IMAGE = 200, NOT_FOUND = 500, FAILED = 719 };
 static const unsigned MOST_BLOCKS_Y = 65535, SHARED_BYTES = 48 << 10;
 
 bool emulated::kernel_runs = false;
+// The threads of a block and the blocks of the launch, along three dimensions each.
 static unsigned extent[6];
 static std::vector<char> dynamic_shared;
 static uint64_t launch;
@@ -30,7 +31,7 @@ std::string emulated::place() {
 
 Moment emulated::now() { return {machine::interval, machine::first_interval, launch, machine::thread, is_atomic}; }
 
-// A kernel's own variables are in the pages of its library.
+// Lets kernels access their own variables, which are in the pages of their library.
 static void allow_variables(const EmulatedModule *module) {
     static std::set<const EmulatedModule *> known;
     if (!known.insert(module).second) return;
@@ -51,6 +52,7 @@ static void allow_variables(const EmulatedModule *module) {
 }
 
 struct Module;
+// A kernel of a module.
 struct Function {
     const Module *module;
     const EmulatedKernel *kernel;
@@ -63,11 +65,11 @@ struct Module {
 
 // Runs the threads of a block one after another, on one fiber.
 static void (*independent)(void **);
-static unsigned of_block;
+static unsigned block_threads;
 static bool is_cooperative;
 static void run_in_turn(void **arguments) {
-    for (unsigned i = 0; i < of_block; ++i) {
-        machine::thread = machine::block % 2 ? of_block - 1 - i : i;
+    for (unsigned i = 0; i < block_threads; ++i) {
+        machine::thread = machine::block % 2 ? block_threads - 1 - i : i;
         independent(arguments);
     }
     machine::thread = 0;
@@ -77,9 +79,11 @@ extern "C" {
 
 unsigned emulated_index(int which) {
     if (which >= 6) return extent[which - 6];
-    const unsigned *of = extent + (which < 3 ? 0 : 3);
+    const unsigned *sizes = extent + (which < 3 ? 0 : 3);
     const unsigned linear = which < 3 ? machine::thread : machine::block;
-    return which % 3 == 0 ? linear % of[0] : which % 3 == 1 ? linear / of[0] % of[1] : linear / of[0] / of[1];
+    return which % 3 == 0   ? linear % sizes[0]
+           : which % 3 == 1 ? linear / sizes[0] % sizes[1]
+                            : linear / sizes[0] / sizes[1];
 }
 void emulated_barrier() {
     if (!is_cooperative) die("a barrier in a kernel without one");
@@ -162,15 +166,15 @@ Status cuLaunchKernel(void *handle, unsigned blocks_x, unsigned blocks_y, unsign
     allow(uintptr_t(machine::stacks()), machine::MOST_THREADS * machine::STACK);
     allow(uintptr_t(copies.data()), bytes);
     const size_t static_shared = module.shared_end - module.shared;
-    std::vector<Accesses> of_static(static_shared), of_dynamic(shared);
-    allow(uintptr_t(module.shared), static_shared, of_static.data());
-    allow(uintptr_t(dynamic_shared.data()), shared, of_dynamic.data());
-    const unsigned of_launch[6] = {threads_x, threads_y, threads_z, blocks_x, blocks_y, blocks_z};
-    memcpy(extent, of_launch, sizeof extent);
+    std::vector<Accesses> static_accesses(static_shared), dynamic_accesses(shared);
+    allow(uintptr_t(module.shared), static_shared, static_accesses.data());
+    allow(uintptr_t(dynamic_shared.data()), shared, dynamic_accesses.data());
+    const unsigned launch_extent[6] = {threads_x, threads_y, threads_z, blocks_x, blocks_y, blocks_z};
+    memcpy(extent, launch_extent, sizeof extent);
     independent = kernel.run;
-    of_block = unsigned(threads);
+    block_threads = unsigned(threads);
     is_cooperative = function.module->is_cooperative;
-    machine::threads = is_cooperative ? of_block : 1;
+    machine::threads = is_cooperative ? block_threads : 1;
     launch = machine::interval + 1;
     kernel_runs = true;
     machine::run(is_cooperative ? kernel.run : run_in_turn, unsigned(blocks), copied.data(), module.shared,

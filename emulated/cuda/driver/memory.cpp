@@ -61,9 +61,9 @@ void Resource::use(bool writes) {
     uint64_t &last = writes ? written_by : read_by;
     if (last == current.serial) return;
     last = current.serial;
-    const Use mine{current.stream, current.clock->of(current.stream), current.what};
+    const Use mine{current.stream, current.clock->operations(current.stream), current.what};
     auto after = [&](const Use &other, const char *did) {
-        if (other.stream == mine.stream || other.time <= current.clock->of(other.stream)) return;
+        if (other.stream == mine.stream || other.time <= current.clock->operations(other.stream)) return;
         die("uses " + name + ", which \"" + other.what + "\" " + did + " on another stream, without waiting for it");
     };
     if (writer.time) after(writer, "writes");
@@ -92,7 +92,8 @@ void begin(Stream &stream, std::string what) {
 
 size_t used_now = 0, used_at_most = 0;
 
-// Memory that was freed is not used again until all of the address space was.
+// Returns the address of fresh memory, or zero. Memory that was freed is used again only after all of the address
+// space.
 uintptr_t allocate(size_t size) {
     static uintptr_t next = base;
     // At least one byte between two allocations belongs to none.
@@ -115,7 +116,7 @@ uintptr_t allocate(size_t size) {
     made.size = size;
     made.is_kept = keeps;
     memset(states + (address - base), UNWRITTEN, size);
-    // NaN in every floating-point type, and not a valid index.
+    // These bytes are NaN in every floating-point type, and not a valid index.
     memset(memory + (address - base), 0xff, size);
     for (size_t i = 0; i < pages; ++i) owners[(address - base) / PAGE + i] = &made;
     made.use(true);
@@ -244,7 +245,7 @@ ACCESS(8)
 ACCESS(16)
 void __tsan_read_range(void *at, size_t size) { emulated::access(at, size, false); }
 void __tsan_write_range(void *at, size_t size) { emulated::access(at, size, true); }
-// Some compilers call these, others the functions of the C library, which `bin/nvcc` renames.
+// Some compilers call these functions, others those of the C library, which `bin/nvcc` renames.
 void *__tsan_memcpy(void *to, const void *from, size_t size) {
     emulated::access(from, size, false);
     emulated::access(to, size, true);

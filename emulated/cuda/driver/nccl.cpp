@@ -1,4 +1,5 @@
-// NCCL's operations between threads, each a rank. (NCCL itself demands another GPU for each rank; here all have the one.)
+// NCCL's operations between threads, each a rank. (NCCL itself demands another GPU for each rank; here all have the
+// one.)
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -32,7 +33,7 @@ static std::condition_variable_any changed;
 struct Communicator {
     Group *group;
     int rank;
-    // Of its last operation's stream
+    // The clock of its last operation's stream.
     Clock clock;
 };
 
@@ -42,14 +43,15 @@ typedef std::unique_lock<std::recursive_mutex> Lock;
     if (emulated::is_injected(__func__)) return FAILED;  \
     if (!emulated::has_context()) die(std::string(__func__) + " without a context")
 
-// What all ranks send, once the last of them has.
-static std::vector<Call> exchange(Lock &lock, const Communicator &of, Call call) {
-    Group &group = *of.group;
-    group.sent[of.rank] = std::move(call);
+// Sends a call, waits for the other ranks, and returns what all ranks have sent.
+static std::vector<Call> exchange(Lock &lock, const Communicator &rank, Call call) {
+    Group &group = *rank.group;
+    group.sent[rank.rank] = std::move(call);
     const uint64_t round = group.round;
     if (++group.arrived == int(group.sent.size())) {
         for (const Call &other : group.sent) {
-            if (other.what != group.sent[0].what) die("one rank calls " + group.sent[0].what + ", another " + other.what);
+            if (other.what != group.sent[0].what)
+                die("one rank calls " + group.sent[0].what + ", another " + other.what);
         }
         group.arrived = 0;
         group.received = group.sent;
@@ -66,23 +68,24 @@ static size_t size_of(int type) {
     return type == F32 ? 4 : 8;
 }
 
-// An operation that sends `count` numbers, and receives as many as `received` has.
+// Runs an operation that sends `count` numbers; `receive` makes the received bytes of what all ranks have sent.
 static Status run(Lock &lock, const char *name, const void *from, void *to, size_t count, int type, int argument,
-                  Communicator *of, void *stream, void (*receive)(const std::vector<Call> &, int, int, std::vector<char> &)) {
+                  Communicator *comm, void *stream,
+                  void (*receive)(const std::vector<Call> &, int, int, std::vector<char> &)) {
     const size_t size = count * size_of(type);
     const std::string what = std::string(name) + " of " + std::to_string(count) + " numbers of type " +
                              std::to_string(type) + " with " + std::to_string(argument);
     begin(stream_of(stream), what);
     use(uintptr_t(from), size, false);
     const char *bytes = static_cast<const char *>(from);
-    const std::vector<Call> all = exchange(lock, *of, {what, {bytes, bytes + size}});
+    const std::vector<Call> all = exchange(lock, *comm, {what, {bytes, bytes + size}});
     std::vector<char> received(all[0].bytes);
     receive(all, type, argument, received);
     // Other ranks' operations have run in between.
     begin(stream_of(stream), what);
     use(uintptr_t(to), received.size(), true);
     memcpy(to, received.data(), received.size());
-    of->clock = stream_of(stream).clock;
+    comm->clock = stream_of(stream).clock;
     return 0;
 }
 
@@ -113,33 +116,34 @@ Status ncclCommInitRank(Communicator **made, int ranks, Id id, int rank) {
     exchange(lock, **made, {"a group of " + std::to_string(ranks), {}});
     return 0;
 }
-Status ncclCommAbort(Communicator *of) {
+Status ncclCommAbort(Communicator *comm) {
     Lock lock(one);
-    if (!host_has_waited_for(of->clock)) die("a communicator is aborted before its operations end");
-    if (of->group->arrived) die("a rank leaves while others wait for it");
-    delete of;
+    if (!host_has_waited_for(comm->clock)) die("a communicator is aborted before its operations end");
+    if (comm->group->arrived) die("a rank leaves while others wait for it");
+    delete comm;
     return 0;
 }
-Status ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, Communicator *of, void *stream) {
+Status ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, Communicator *comm,
+                     void *stream) {
     ENTER_NCCL;
     if (operation != 0) die("a reduction that is no sum");
-    return run(lock, __func__, from, to, count, type, operation, of, stream,
+    return run(lock, __func__, from, to, count, type, operation, comm, stream,
                [](const std::vector<Call> &all, int type, int, std::vector<char> &to) {
                    if (type == F32) add<float>(all, to);
                    else add<double>(all, to);
                });
 }
-Status ncclAllGather(const void *from, void *to, size_t count, int type, Communicator *of, void *stream) {
+Status ncclAllGather(const void *from, void *to, size_t count, int type, Communicator *comm, void *stream) {
     ENTER_NCCL;
-    return run(lock, __func__, from, to, count, type, 0, of, stream,
+    return run(lock, __func__, from, to, count, type, 0, comm, stream,
                [](const std::vector<Call> &all, int, int, std::vector<char> &to) {
                    for (size_t rank = 1; rank < all.size(); ++rank)
                        to.insert(to.end(), all[rank].bytes.begin(), all[rank].bytes.end());
                });
 }
-Status ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *of, void *stream) {
+Status ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *comm, void *stream) {
     ENTER_NCCL;
-    return run(lock, __func__, from, to, count, type, root, of, stream,
+    return run(lock, __func__, from, to, count, type, root, comm, stream,
                [](const std::vector<Call> &all, int, int root, std::vector<char> &to) { to = all[root].bytes; });
 }
 }

@@ -1,6 +1,6 @@
 // Races within a launch. Accesses of one byte by two threads, at least one of which writes and not both of which are
-// atomic, must have a barrier of their block between them; nothing orders two blocks. Shuffles order no accesses either.
-// Only the last write is known: an atomic one hides an earlier plain one.
+// atomic, must have a barrier of their block between them; nothing orders two blocks. Shuffles order no accesses
+// either. Only the last write is known: an atomic one hides an earlier plain one.
 #include "driver.h"
 
 namespace emulated {
@@ -12,25 +12,26 @@ static uint64_t packed(const Moment &moment, uint64_t flags) {
 }
 static uint64_t interval_of(uint64_t access) { return access >> (THREAD + FLAGS); }
 static unsigned thread_of(uint64_t access) { return access >> FLAGS & ((1 << THREAD) - 1); }
-// Of a write: it is atomic.
+// The flag of a write that is atomic.
 static const uint64_t IS_ATOMIC = 1;
-// Of a read: other threads have read in the same interval; earlier blocks have read.
+// The flags of a read: other threads have read in the same interval; earlier blocks have read.
 static const uint64_t SEVERAL_THREADS = 1, EARLIER_BLOCKS = 2;
 
-[[noreturn]] static void race(bool writes, const char *did, uint64_t other, bool of_another_block, const Moment &now) {
+[[noreturn]] static void race(bool writes, const char *did, uint64_t other, bool is_other_block, const Moment &now) {
     const unsigned thread = thread_of(other);
     // If this thread has read last, others have before it.
     const std::string who = thread == now.thread ? "another thread" : "thread " + std::to_string(thread);
-    die(std::string(writes ? "writes" : "reads") + " what " + (of_another_block ? "another block" : who) + " " + did +
-        (of_another_block ? " in the same launch" : ", without a barrier in between"));
+    die(std::string(writes ? "writes" : "reads") + " what " + (is_other_block ? "another block" : who) + " " + did +
+        (is_other_block ? " in the same launch" : ", without a barrier in between"));
 }
 
+// Checks an access that comes after a write.
 static void check_after_write(bool writes, uint64_t writer, uint64_t launch, const Moment &now) {
     const uint64_t at = interval_of(writer);
     if (at < launch) return;
-    const bool of_another_block = at < now.block;
-    if (of_another_block || (at == now.interval && thread_of(writer) != now.thread))
-        race(writes, "writes", writer, of_another_block, now);
+    const bool is_other_block = at < now.block;
+    if (is_other_block || (at == now.interval && thread_of(writer) != now.thread))
+        race(writes, "writes", writer, is_other_block, now);
 }
 
 void Accesses::read(const Moment &now, bool is_shared) {
@@ -55,8 +56,8 @@ void Accesses::write(const Moment &now, bool is_shared) {
     if (!both_atomic) check_after_write(true, writer, launch, now);
     if (const uint64_t at = interval_of(reader); at >= launch) {
         const bool by_others = reader & SEVERAL_THREADS || thread_of(reader) != now.thread;
-        const bool of_another_block = reader & EARLIER_BLOCKS || at < now.block;
-        if (of_another_block || (at == now.interval && by_others)) race(true, "reads", reader, of_another_block, now);
+        const bool is_other_block = reader & EARLIER_BLOCKS || at < now.block;
+        if (is_other_block || (at == now.interval && by_others)) race(true, "reads", reader, is_other_block, now);
     }
     writer = packed(now, now.is_atomic ? IS_ATOMIC : 0);
 }

@@ -35,13 +35,13 @@ bool emulated::is_injected(const char *function) {
     return true;
 }
 
-// The only context, if it is retained, and whether it is this thread's.
+// How often the only context is retained; the context; and the one that this thread has, or null.
 static long retained = 0;
 static int context;
-static thread_local void *of_thread = nullptr;
-bool emulated::has_context() { return of_thread && retained; }
+static thread_local void *thread_context = nullptr;
+bool emulated::has_context() { return thread_context && retained; }
 
-// Those that are not destroyed, and all that have ever been.
+// The streams that are not destroyed, all streams that have ever been, and the events that are not destroyed.
 static auto &streams = *new std::set<Stream *>, &all_streams = *new std::set<Stream *>;
 static auto &events = *new std::map<void *, Clock>;
 // What the host has waited for. Threads of the host are assumed to tell each other.
@@ -64,7 +64,7 @@ static thread_local long uploads = 0, waits = 0;
 void emulated::host_waits_for(const Stream &stream) { host.join(stream.clock); }
 bool emulated::host_has_waited_for(const Clock &clock) {
     for (size_t i = 0; i < clock.size(); ++i)
-        if (host.of(i) < clock[i]) return false;
+        if (host.operations(i) < clock[i]) return false;
     return true;
 }
 
@@ -106,11 +106,11 @@ Status cuDevicePrimaryCtxRelease_v2(int) {
     return status;
 }
 Status cuCtxDestroy_v2(void *) { die("no context but the primary one exists"); }
-Status cuCtxGetCurrent(void **now) { ENTER(FAILED); *now = of_thread; return 0; }
+Status cuCtxGetCurrent(void **now) { ENTER(FAILED); *now = thread_context; return 0; }
 Status cuCtxSetCurrent(void *to) {
     ENTER(FAILED);
     if (to && (to != &context || !retained)) return INVALID_CONTEXT;
-    of_thread = to;
+    thread_context = to;
     return 0;
 }
 Status cuCtxSynchronize() {

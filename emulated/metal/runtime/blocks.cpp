@@ -13,8 +13,8 @@ extern "C" {
 void *_NSConcreteStackBlock[32];
 void *_NSConcreteGlobalBlock[32];
 
-void *_Block_copy(const void *of) {
-    auto block = static_cast<Block *>(const_cast<void *>(of));
+void *_Block_copy(const void *original) {
+    auto block = static_cast<Block *>(const_cast<void *>(original));
     std::lock_guard<std::mutex> lock(one);
     if (block->isa == _NSConcreteGlobalBlock) return block;
     if (block->isa == heap_block) {
@@ -29,8 +29,8 @@ void *_Block_copy(const void *of) {
     return copy;
 }
 
-void _Block_release(const void *of) {
-    auto block = static_cast<Block *>(const_cast<void *>(of));
+void _Block_release(const void *released) {
+    auto block = static_cast<Block *>(const_cast<void *>(released));
     {
         std::lock_guard<std::mutex> lock(one);
         if (block->isa != heap_block || --block->references) return;

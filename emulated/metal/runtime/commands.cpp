@@ -9,7 +9,7 @@ static Class encoder_class("MTLCommandEncoder");
 Queue::Queue() : Object(&queue_class) {}
 Queue *new_queue() { return new Queue; }
 
-CommandBuffer::CommandBuffer(Queue *of) : Object(&command_buffer_class), queue(of) {}
+CommandBuffer::CommandBuffer(Queue *queue) : Object(&command_buffer_class), queue(queue) {}
 CommandBuffer::~CommandBuffer() {
     for (Block *block : when_done) _Block_release(block);
 }

@@ -24,15 +24,16 @@ struct ConstantValues : Object {
 
 struct Library : Object {
     std::shared_ptr<const Functions> functions;
-    explicit Library(std::shared_ptr<const Functions> of) : Object(&library_class), functions(std::move(of)) {}
+    explicit Library(std::shared_ptr<const Functions> functions)
+        : Object(&library_class), functions(std::move(functions)) {}
 };
 
 struct Function : Object {
     std::shared_ptr<const Code> code;
-    explicit Function(std::shared_ptr<const Code> of) : Object(&function_class), code(std::move(of)) {}
+    explicit Function(std::shared_ptr<const Code> code) : Object(&function_class), code(std::move(code)) {}
 };
 
-Pipeline::Pipeline(std::shared_ptr<const Code> of) : Object(&pipeline_class), code(std::move(of)) {}
+Pipeline::Pipeline(std::shared_ptr<const Code> code) : Object(&pipeline_class), code(std::move(code)) {}
 Fence::Fence() : Object(&fence_class) {}
 
 Object *the_device() {
@@ -136,8 +137,8 @@ static int methods = [] {
             return nullptr;
         }
     });
-    method(device, "newComputePipelineStateWithFunction:error:", [](id, SEL, Function *of, id *) -> id {
-        return new Pipeline(of->code);
+    method(device, "newComputePipelineStateWithFunction:error:", [](id, SEL, Function *function, id *) -> id {
+        return new Pipeline(function->code);
     });
 
     method(library_class, "newFunctionWithName:", [](Library *self, SEL, String *name) -> id {

@@ -5,7 +5,7 @@ PUBLIC_CLASS(NSString)
 PUBLIC_CLASS(NSArray)
 PUBLIC_CLASS(NSError)
 
-String::String(std::string of) : Object(&_OBJC_CLASS_NSString), text(std::move(of)) {}
+String::String(std::string text) : Object(&_OBJC_CLASS_NSString), text(std::move(text)) {}
 Array::Array() : Object(&_OBJC_CLASS_NSArray) {}
 Error::Error(const std::string &text) : Object(&_OBJC_CLASS_NSError) {
     String *string = new String(text);

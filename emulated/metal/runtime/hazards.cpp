@@ -8,6 +8,7 @@
 
 namespace {
 
+// An encoder whose commands run.
 class Running {
     Queue *queue;
     // The CPU had waited for the turns up to this one when the command buffer was committed.
@@ -19,7 +20,7 @@ class Running {
     std::set<Buffer *> read, written;
 
   public:
-    Running(const CommandBuffer *of) : queue(of->queue.get()), over(of->over) {
+    Running(const CommandBuffer *buffer) : queue(buffer->queue.get()), over(buffer->over) {
         static std::atomic<Turn> turns{0};
         now = ++turns;
     }
@@ -91,6 +92,7 @@ class Running {
         code.run(launch);
     }
 
+    // Checks that a command is ordered after those that it depends on.
     void check(const std::string &who, const std::set<Buffer *> &reads, const std::set<Buffer *> &writes) {
         for (Buffer *buffer : reads) {
             belongs(who, buffer);
@@ -119,8 +121,10 @@ class Running {
         }
     }
 
+    // Whether a turn is over when this one begins.
     bool before(Turn turn) const { return turn <= over || turn == now || past.count(turn); }
 
+    // Checks that one queue alone uses a buffer.
     void belongs(const std::string &who, Buffer *buffer) const {
         if (buffer->queue && buffer->queue != queue) die(who + ": a buffer is used on two queues");
         buffer->queue = queue;
@@ -129,7 +133,7 @@ class Running {
 
 } // namespace
 
-void run(Encoder *encoder, const CommandBuffer *of) {
-    Running running(of);
+void run(Encoder *encoder, const CommandBuffer *buffer) {
+    Running running(buffer);
     for (const Command &command : encoder->commands) running.run(command);
 }

@@ -14,8 +14,8 @@ static const size_t ALIGNMENT = 16;
 static const unsigned char UNWRITTEN = 0xff;
 static const unsigned long STORAGE_MODE_PRIVATE = 2 << 4, STORAGE_MODES = 15 << 4;
 
-Buffer::Buffer(size_t of, unsigned long options)
-    : Object(&buffer_class), length(of), shared((options & STORAGE_MODES) != STORAGE_MODE_PRIVATE) {
+Buffer::Buffer(size_t length, unsigned long options)
+    : Object(&buffer_class), length(length), shared((options & STORAGE_MODES) != STORAGE_MODE_PRIVATE) {
     size_t page = sysconf(_SC_PAGESIZE);
     size_t inner = (length + page - 1) / page * page;
     mapped = inner + 2 * page;
@@ -24,7 +24,7 @@ Buffer::Buffer(size_t of, unsigned long options)
     mprotect(map, page, PROT_NONE);
     mprotect(map + page + inner, page, PROT_NONE);
     bytes = map + page + (inner - length) / ALIGNMENT * ALIGNMENT;
-    // NaN in every floating-point type, and not a valid index: fresh memory is not zero.
+    // Fresh memory is not zero: its bytes are NaN in every floating-point type, and not a valid index.
     memset(map + page, UNWRITTEN, inner);
 }
 

@@ -108,4 +108,4 @@ Queue *new_queue();
 // Runs the pending command buffers up to `until`.
 void run(CommandBuffer *until);
 // Runs one encoder of a command buffer.
-void run(Encoder *encoder, const CommandBuffer *of);
+void run(Encoder *encoder, const CommandBuffer *buffer);

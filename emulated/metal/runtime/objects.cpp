@@ -27,13 +27,13 @@ static Class metaclass("a metaclass");
 static bool same(id a, SEL, id b) { return a == b; }
 static size_t hash(id object, SEL) { return size_t(object); }
 
-static Method find(Class *c, SEL selector, bool of_class) {
-    auto &methods = of_class ? c->class_methods : c->instance_methods;
+static Method find(Class *c, SEL selector, bool is_class) {
+    auto &methods = is_class ? c->class_methods : c->instance_methods;
     auto found = methods.find(selector);
     if (found != methods.end()) return found->second;
     if (std::string(selector) == "isEqual:") return Method(same);
     if (std::string(selector) == "hash") return Method(hash);
-    die(std::string(of_class ? "+[" : "-[") + c->name + " " + selector + "] is not implemented");
+    die(std::string(is_class ? "+[" : "-[") + c->name + " " + selector + "] is not implemented");
 }
 
 extern "C" {
@@ -47,8 +47,8 @@ const char *sel_getName(SEL selector) { return selector; }
 bool sel_isEqual(SEL a, SEL b) { return a == b; }
 
 Method objc_msg_lookup(id receiver, SEL selector) {
-    bool of_class = !receiver->isa;
-    return find(of_class ? static_cast<Class *>(receiver) : receiver->isa, selector, of_class);
+    bool is_class = !receiver->isa;
+    return find(is_class ? static_cast<Class *>(receiver) : receiver->isa, selector, is_class);
 }
 
 id objc_retain(id object) {

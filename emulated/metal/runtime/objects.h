@@ -12,7 +12,7 @@ struct Class;
 struct Object {
     Class *isa;
     std::atomic<long> references{1};
-    explicit Object(Class *of) : isa(of) {}
+    explicit Object(Class *isa) : isa(isa) {}
     virtual ~Object() {}
 };
 typedef Object *id;

@@ -84,12 +84,13 @@ std::shared_ptr<const Code> Shader::find(const std::string &name, const Constant
     return kernel;
 }
 
+// The text of a file.
 std::string contents(const std::string &path) {
     std::ifstream file(path);
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// The emulator's files: a cached shader is valid as long as they are unchanged.
+// The text of the emulator's files: a cached shader is valid as long as they are unchanged.
 std::string emulator() {
     std::vector<std::string> files;
     for (const auto &entry : std::filesystem::directory_iterator(EMULATOR))
@@ -100,7 +101,7 @@ std::string emulator() {
     return all;
 }
 
-// FNV-1a.
+// The hash FNV-1a of a text.
 std::string hash(const std::string &text) {
     uint64_t state = 14695981039346656037u;
     for (unsigned char byte : text) state = (state ^ byte) * 1099511628211u;
@@ -121,6 +122,7 @@ std::string mutated(std::string text) {
     return text.replace(at, from.size(), to);
 }
 
+// Compiles a shader, if no earlier process has, and returns the path of the library.
 std::string compile(const std::string &text) {
     std::string path = SHADERS "/" + hash(text + emulator()) + ".so";
     if (!access(path.c_str(), R_OK)) return path;

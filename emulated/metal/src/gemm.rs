@@ -1,7 +1,7 @@
 //! candle's matrix product on Metal with explicit row strides and offsets, and the addition of a matrix.
 
 use candle_core::{DType, MetalDevice, MetalStorage, Result};
-use candle_metal_kernels::metal::{Buffer, ConstantValues, Value};
+use candle_metal_kernels::metal::{Buffer, ComputePipeline, ConstantValues, Value};
 use candle_metal_kernels::set_params;
 use candle_metal_kernels::source::Source;
 use candle_metal_kernels::utils::EncoderParam;
@@ -19,10 +19,12 @@ pub struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
+    /// A matrix in the storage of a tensor, with this offset and row stride.
     pub fn new(storage: &'a MetalStorage, offset: usize, stride: usize) -> Self {
         Self { buffer: storage.buffer(), offset, stride, transposed: false }
     }
 
+    /// The matrix as the transpose that a product takes.
     pub fn transposed(self) -> Self {
         Self { transposed: true, ..self }
     }
@@ -57,6 +59,7 @@ struct AddParams {
     beta: f32,
 }
 
+/// Lets the encoder take structures as their bytes.
 macro_rules! as_bytes {
     ($($type:ty),+) => {$(
         impl EncoderParam for $type {
@@ -82,6 +85,61 @@ pub enum Into<'a> {
 /// The kernel's tile: rows, columns, depth, and SIMD groups along rows and columns.
 pub const TILE: [usize; 5] = [32, 32, 16, 2, 2];
 
+impl Params {
+    fn new((m, n, k): (usize, usize, usize), [a, b, d]: [Matrix<'_>; 3]) -> Self {
+        let [tile_rows, tile_columns, tile_depth, ..] = TILE;
+        Params {
+            m: m as i32,
+            n: n as i32,
+            k: k as i32,
+            lda: a.stride as i32,
+            ldb: b.stride as i32,
+            ldd: d.stride as i32,
+            tiles_n: n.div_ceil(tile_columns) as i32,
+            tiles_m: m.div_ceil(tile_rows) as i32,
+            batch_stride_a: 0,
+            batch_stride_b: 0,
+            batch_stride_d: 0,
+            swizzle_log: 0,
+            k_iterations: (k / tile_depth) as i32,
+            batch_ndim: 1,
+        }
+    }
+}
+
+/// The kernel of a product.
+fn pipeline(
+    device: &MetalDevice,
+    dtype: DType,
+    (m, n, k): (usize, usize, usize),
+    [a, b]: [Matrix<'_>; 2],
+    into: Into<'_>,
+) -> Result<ComputePipeline> {
+    let [tile_rows, tile_columns, tile_depth, warps_along_rows, warps_along_columns] = TILE;
+    let constants = ConstantValues::new(vec![
+        (10, Value::Bool(false)),
+        (100, Value::Bool(!matches!(into, Into::Product))),
+        (110, Value::Bool(matches!(into, Into::Weighted(..)))),
+        (200, Value::Bool(m % tile_rows == 0)),
+        (201, Value::Bool(n % tile_columns == 0)),
+        (202, Value::Bool(k % tile_depth == 0)),
+        (300, Value::Bool(false)),
+    ]);
+    let letter = |matrix: Matrix<'_>| if matrix.transposed { "t" } else { "n" };
+    let dtype_name = dtype.as_str();
+    let name = format!(
+        "gemm_{}{}_{dtype_name}_{dtype_name}_{tile_rows}_{tile_columns}_{tile_depth}_{warps_along_rows}_\
+         {warps_along_columns}",
+        letter(a),
+        letter(b)
+    );
+    let pipeline = device
+        .kernels()
+        .load_pipeline_with_constants(device.metal_device(), Source::Gemm, name, Some(constants))
+        .map_err(candle_core::Error::wrap)?;
+    Ok(pipeline)
+}
+
 /// Computes `d` `[m, n]` from `a` `[m, k]` and `b` `[k, n]`.
 pub fn gemm(
     device: &MetalDevice,
@@ -90,46 +148,15 @@ pub fn gemm(
     [a, b, d]: [Matrix<'_>; 3],
     into: Into<'_>,
 ) -> Result<()> {
-    let [bm, bn, bk, wm, wn] = TILE;
+    let [tile_rows, tile_columns, _, warps_along_rows, warps_along_columns] = TILE;
     let (c, alpha, beta) = match into {
         Into::Product => (None, 1.0, 0.0),
         Into::Sum(c) => (Some(c), 1.0, 1.0),
         Into::Weighted(c, alpha, beta) => (Some(c), alpha, beta),
     };
-    let constants = ConstantValues::new(vec![
-        (10, Value::Bool(false)),
-        (100, Value::Bool(c.is_some())),
-        (110, Value::Bool(matches!(into, Into::Weighted(..)))),
-        (200, Value::Bool(m % bm == 0)),
-        (201, Value::Bool(n % bn == 0)),
-        (202, Value::Bool(k % bk == 0)),
-        (300, Value::Bool(false)),
-    ]);
-    let letter = |matrix: Matrix<'_>| if matrix.transposed { "t" } else { "n" };
-    let dtype_name = dtype.as_str();
-    let name = format!("gemm_{}{}_{dtype_name}_{dtype_name}_{bm}_{bn}_{bk}_{wm}_{wn}", letter(a), letter(b));
-    let params = Params {
-        m: m as i32,
-        n: n as i32,
-        k: k as i32,
-        lda: a.stride as i32,
-        ldb: b.stride as i32,
-        ldd: d.stride as i32,
-        tiles_n: n.div_ceil(bn) as i32,
-        tiles_m: m.div_ceil(bm) as i32,
-        batch_stride_a: 0,
-        batch_stride_b: 0,
-        batch_stride_d: 0,
-        swizzle_log: 0,
-        k_iterations: (k / bk) as i32,
-        batch_ndim: 1,
-    };
-
     // Loaded before the encoder, which holds a lock.
-    let pipeline = device
-        .kernels()
-        .load_pipeline_with_constants(device.metal_device(), Source::Gemm, name, Some(constants))
-        .map_err(candle_core::Error::wrap)?;
+    let pipeline = pipeline(device, dtype, (m, n, k), [a, b], into)?;
+    let params = Params::new((m, n, k), [a, b, d]);
     let guard = device.command_encoder()?;
     let encoder = guard.as_ref();
     encoder.set_compute_pipeline_state(&pipeline);
@@ -153,8 +180,8 @@ pub fn gemm(
         encoder.set_bytes(5, &AddParams { ldc: c.stride as i32, fdc: 1, batch_stride_c: 0, alpha, beta });
     }
     encoder.dispatch_thread_groups(
-        MTLSize { width: n.div_ceil(bn), height: m.div_ceil(bm), depth: 1 },
-        MTLSize { width: 32, height: wn, depth: wm },
+        MTLSize { width: n.div_ceil(tile_columns), height: m.div_ceil(tile_rows), depth: 1 },
+        MTLSize { width: 32, height: warps_along_columns, depth: warps_along_rows },
     );
     Ok(())
 }

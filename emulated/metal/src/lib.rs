@@ -30,6 +30,7 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
+/// The elements of a tensor in f64.
 fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     // Metal has no f64, so the conversion is on the CPU.
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()

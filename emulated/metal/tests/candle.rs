@@ -17,6 +17,7 @@ fn check(tensors: &[Tensor], operations: &[Operation]) -> Result<()> {
     Ok(())
 }
 
+/// A tensor of ids on the CPU.
 fn indices(values: &[u32], shape: &[usize]) -> Result<Tensor> {
     Tensor::from_slice(values, shape, &Device::Cpu)
 }
@@ -161,7 +162,7 @@ fn reductions() -> Result<()> {
         // Small enough for sums in 16 bits, in another order than on the CPU.
         check(&[(numbers(&shape, 9) * 0.1)?], operations)?;
     }
-    check(&[numbers(&[6, 4], 10)], &[("of a view", |x| x[0].t()?.narrow(1, 1, 4)?.sum(1))])
+    check(&[numbers(&[6, 4], 10)], &[("sum of a view", |x| x[0].t()?.narrow(1, 1, 4)?.sum(1))])
 }
 
 #[test]
@@ -171,7 +172,7 @@ fn products() -> Result<()> {
         ("left transposed", |x| x[0].t()?.contiguous()?.t()?.matmul(&x[1])),
         ("right transposed", |x| x[0].matmul(&x[1].t()?.contiguous()?.t()?)),
         ("both transposed", |x| x[1].t()?.matmul(&x[0].t()?)),
-        ("of part", |x| x[0].narrow(0, 1, x[0].dim(0)? - 1)?.matmul(&x[1])),
+        ("a part of the left", |x| x[0].narrow(0, 1, x[0].dim(0)? - 1)?.matmul(&x[1])),
     ];
     for (m, n, k) in [(2, 3, 4), (2, 1, 9), (5, 64, 100), (17, 33, 16), (70, 70, 20), (64, 32, 32)] {
         check(&[numbers(&[m, k], 11), numbers(&[k, n], 12)], operations)?;
@@ -276,6 +277,7 @@ struct Model {
 }
 
 impl Model {
+    /// A model with the same parameters on each device.
     fn new(dtype: DType, device: &Device) -> Result<Self> {
         let shapes: [&[usize]; 5] = [&[11, 6], &[8, 6], &[8], &[11, 8], &[11]];
         let make = |(i, shape): (usize, &&[usize])| {
@@ -284,6 +286,7 @@ impl Model {
         Ok(Self { variables: shapes.iter().enumerate().map(make).collect::<Result<_>>()? })
     }
 
+    /// The mean negative log-likelihood of the targets.
     fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let [embedding, weight, bias, output, output_bias] = &self.variables[..] else { panic!("five variables") };
         let hidden = embedding.embedding(ids)?.matmul(&weight.t()?)?.broadcast_add(bias)?.tanh()?;

@@ -22,6 +22,7 @@ struct Case {
 const GAPS: [usize; 4] = [3, 5, 7, 2];
 const OFFSETS: [usize; 4] = [4, 6, 9, 11];
 
+/// Asserts that the product of a case, and the addition of a matrix to it, equal a plain loop.
 fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()> {
     let (m, n, k) = case.sizes;
     let [ta, tb] = case.transposed;
@@ -36,12 +37,12 @@ fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()>
         (0..4).map(|i| numbers(&[length(i)], i as u64).to_dtype(case.dtype)).collect::<Result<_>>()?;
     let device = metal();
     let gpu: Vec<Tensor> = cpu.iter().map(|tensor| tensor.to_device(&device)).collect::<Result<_>>()?;
-    let d_is = if in_place { 2 } else { 3 };
+    let result = if in_place { 2 } else { 3 };
     {
         storage!(a, gpu[0]);
         storage!(b, gpu[1]);
         storage!(c, gpu[2]);
-        storage!(d, gpu[d_is]);
+        storage!(d, gpu[result]);
         let matrix = |storage, i: usize| Matrix::new(storage, OFFSETS[i], strides[i]);
         let (mut a, mut b) = (matrix(a, 0), matrix(b, 1));
         if ta {
@@ -50,7 +51,7 @@ fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()>
         if tb {
             b = b.transposed();
         }
-        let (c, d) = (matrix(c, 2), matrix(d, d_is));
+        let (c, d) = (matrix(c, 2), matrix(d, result));
         let into = match weights {
             Some((alpha, beta)) => Into::Weighted(c, alpha, beta),
             None => Into::Sum(c),
@@ -61,7 +62,7 @@ fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()>
     let values: Vec<Vec<f32>> =
         cpu.iter().map(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).collect::<Result<_>>()?;
     let at = |i: usize, row: usize, column: usize| OFFSETS[i] + row * strides[i] + column;
-    let mut expected = values[d_is].clone();
+    let mut expected = values[result].clone();
     let (alpha, beta) = weights.unwrap_or((1.0, 1.0));
     for row in 0..m {
         for column in 0..n {
@@ -72,13 +73,13 @@ fn check(case: &Case, weights: Option<(f32, f32)>, in_place: bool) -> Result<()>
                     values[0][left] * values[1][right]
                 })
                 .sum();
-            expected[at(d_is, row, column)] = alpha * product + beta * values[2][at(2, row, column)];
+            expected[at(result, row, column)] = alpha * product + beta * values[2][at(2, row, column)];
         }
     }
     let expected = Tensor::new(expected, &Device::Cpu)?.to_dtype(case.dtype)?;
     assert_close(
         &format!("{:?} {:?} {weights:?} {in_place}", case.sizes, case.transposed),
-        &gpu[d_is],
+        &gpu[result],
         &expected,
         case.dtype,
     )

@@ -13,8 +13,10 @@ use objc2_metal::MTLSize;
 /// The name of a fault, a part of its message, and the code that has it.
 type Fault = (&'static str, &'static str, fn(&MetalDevice) -> Result<()>);
 
+/// The number of elements of each buffer.
 const LENGTH: usize = 64;
 
+/// Encodes the dispatch of one of candle's kernels.
 fn encode(device: &MetalDevice, name: &'static str, f: impl FnOnce(&ComputeCommandEncoder)) -> Result<()> {
     let source = if name.starts_with("gemm") { Source::Gemm } else { Source::Unary };
     let pipeline =
@@ -25,17 +27,18 @@ fn encode(device: &MetalDevice, name: &'static str, f: impl FnOnce(&ComputeComma
     Ok(())
 }
 
+/// Dispatches groups of threads along one dimension.
 fn dispatch(encoder: &ComputeCommandEncoder, groups: usize, threads: usize) {
     let size = |width| MTLSize { width, height: 1, depth: 1 };
     encoder.dispatch_thread_groups(size(groups), size(threads));
 }
 
-/// Computes `to = exp(from)`; `to` is declared as an output if `declared`, otherwise as an input.
-fn exp(device: &MetalDevice, from: &Buffer, to: &Buffer, declared: bool) -> Result<()> {
+/// Computes `to = exp(from)`. `to` is declared as an output if `is_declared`, otherwise as an input.
+fn exp(device: &MetalDevice, from: &Buffer, to: &Buffer, is_declared: bool) -> Result<()> {
     encode(device, "exp_f32", |encoder| {
         encoder.set_bytes(0, &LENGTH);
         encoder.set_input_buffer(1, Some(from), 0);
-        if declared {
+        if is_declared {
             encoder.set_output_buffer(2, Some(to), 0)
         } else {
             encoder.set_input_buffer(2, Some(to), 0)
@@ -44,6 +47,7 @@ fn exp(device: &MetalDevice, from: &Buffer, to: &Buffer, declared: bool) -> Resu
     })
 }
 
+/// Fresh buffers.
 fn buffers<const N: usize>(device: &MetalDevice) -> Result<[std::sync::Arc<Buffer>; N]> {
     let made: Vec<_> =
         (0..N).map(|_| device.new_buffer_builder().with_size_for(LENGTH, DType::F32).build()).collect::<Result<_>>()?;
@@ -145,7 +149,7 @@ const FAULTS: [Fault; 15] = [
 #[ignore = "ends its process"]
 fn fault() -> Result<()> {
     let name = std::env::var("FAULT").expect("the name of a fault");
-    let (_, _, fault) = FAULTS.iter().find(|(of, _, _)| *of == name).expect("a fault");
+    let (_, _, fault) = FAULTS.iter().find(|(other, _, _)| *other == name).expect("a fault");
     let device = metal();
     let device = device.as_metal_device()?;
     fault(device)?;

@@ -43,6 +43,7 @@ fn is_unsupported(name: &str) -> bool {
         || name.starts_with("c_block_sort")
 }
 
+/// The stand-ins for candle's kernels.
 fn stand_ins() -> Kernels {
     // The stand-ins are in the emulated Objective-C library, which is linked for the device.
     metal_on_linux::metal();
@@ -124,6 +125,7 @@ fn last_identifier(text: &str) -> &str {
     &end[start..]
 }
 
+/// The kernels in a source.
 fn kernels(text: &str) -> Kernels {
     // Function templates that are instantiated as kernels later: `[[kernel, ..]] void name(..)`.
     let mut templates = BTreeMap::new();

@@ -9,15 +9,15 @@ use super::vector::math::tanh;
 use super::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use crate::error::Result;
 
-/// Elements per block: a thread's buffers stay in its first-level cache.
+/// The number of elements of a block: a thread's buffers for one stay in its first-level cache.
 const BLOCK: usize = 2048;
 
-/// `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
+/// Computes `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
 pub(super) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
     with_type!(z.dtype(), T => run::<T, false>(z, bias))
 }
 
-/// `upstream (1 - result^2)`, the gradient of the argument of `tanh`.
+/// Computes `upstream (1 - result^2)`, the gradient of the argument of `tanh`.
 pub(super) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
     with_type!(result.dtype(), T => run::<T, true>(result, upstream))
 }
@@ -30,11 +30,11 @@ fn run<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) -> Result<Tenso
             let mut out = vec![T::zero(); a.len()];
             // A bias is repeated for every row; any other `b` has the size of `a`.
             let is_bias = b.len() < a.len();
-            let part = if is_bias { b.len() } else { BLOCK };
+            let row = if is_bias { b.len() } else { BLOCK };
             let buffers = || (zeros::<T::Acc>(BLOCK), zeros::<T::Acc>(BLOCK));
-            let parts = out.par_chunks_mut(part).zip(a.par_chunks(part)).enumerate();
-            parts.for_each_init(buffers, |(x, y), (i, (out, a))| {
-                let b = if is_bias { b } else { &b[i * part..] };
+            let rows = out.par_chunks_mut(row).zip(a.par_chunks(row)).enumerate();
+            rows.for_each_init(buffers, |(x, y), (i, (out, a))| {
+                let b = if is_bias { b } else { &b[i * row..] };
                 let blocks = out.chunks_mut(BLOCK).zip(a.chunks(BLOCK)).zip(b.chunks(BLOCK));
                 for ((out, a), b) in blocks {
                     let padded = a.len().next_multiple_of(ROW_ALIGN);
@@ -56,7 +56,7 @@ fn run<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) -> Result<Tenso
     Ok(Tensor::from_vec(values, a.shape(), &Device::Cpu)?)
 }
 
-/// `a := tanh(a + b)`, or `a := b (1 - a^2)` for the gradient.
+/// Computes `a := tanh(a + b)`, or `a := b (1 - a^2)` for the gradient.
 struct TanhRow<'a, F, const GRADIENT: bool>(&'a mut [F], &'a [F]);
 
 impl<F: Float, const GRADIENT: bool> Kernel<F> for TanhRow<'_, F, GRADIENT> {

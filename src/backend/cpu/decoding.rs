@@ -1,15 +1,14 @@
-//! Queries of each position's distribution, in two passes. The most probable ids of many positions of a single component
-//! come from one pass, which ranks logits while they are computed.
+//! Queries of each position's distribution, in two passes. If there are many positions of a single component, one pass
+//! finds their most probable ids instead: it ranks logits while they are computed.
 
 use candle_core::{Device, Tensor, WithDType};
 
 use super::objective::results::BufferedGradients;
-use super::objective::targets::Targets;
-use super::one_pass::OnePass;
+use super::one_pass::{OnePass, OnePassRequest};
+use super::operands::dtype::Element;
 use super::operands::inputs::Inputs;
 use super::served::Products;
 use super::two_pass::TwoPasses;
-use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::distribution::Visit;
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::plan::{Computation, Plan};
@@ -18,7 +17,7 @@ use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 
-/// The `k` most probable ids and their log-probabilities, each `[positions, k]`.
+/// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`.
 pub(super) fn top_k<T: Element, X: Products<T>>(
     products: X,
     operands: &Operands,
@@ -27,11 +26,11 @@ pub(super) fn top_k<T: Element, X: Products<T>>(
 ) -> Result<(Tensor, Tensor)> {
     let ranked = match plan.computation {
         Computation::OnePass => Inputs::with(operands, |inputs: Inputs<'_, T>| {
-            let (targets, none) = (Targets::none(operands.sizes), BufferedGradients::none(operands.sizes));
-            let pass = OnePass::new(products, inputs, &targets, none, NeedsGrad::default(), plan);
-            let (mut pass, mut ranked) = (pass.with_top_k(k), Vec::with_capacity(operands.sizes.positions));
+            let (request, none) = (OnePassRequest::TopK { k }, BufferedGradients::none());
+            let mut pass = OnePass::new(products, inputs, request, none, NeedsGrad::default(), plan);
+            let mut ranked = Vec::with_capacity(operands.sizes.positions);
             for positions in plan.chunks() {
-                pass.logits(positions)?;
+                pass.first_product(positions)?;
                 ranked.extend(pass.most_probable(k)?);
             }
             Ok(ranked)
@@ -50,11 +49,10 @@ pub(super) fn visit<T: Element, X: Products<T>, V: Visit>(
     visit: &V,
 ) -> Result<Vec<V::Output>> {
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let passes = TwoPasses::new(products, inputs, plan).with_independent_positions();
-        let mut passes = passes.with_shard(shard);
+        let mut passes = TwoPasses::for_decoding(products, inputs, shard, plan);
         let mut outputs = Vec::with_capacity(operands.sizes.positions);
         for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
+            passes.first_product(positions.clone())?;
             outputs.extend(passes.visit_rows(positions, visit)?);
         }
         Ok(outputs)

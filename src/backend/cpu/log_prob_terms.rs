@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 
 use super::memory::zeros;
 use super::objective::components::PositionLoss;
-use super::objective::results::{results, BufferedGradients};
+use super::objective::results::{results, BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
 use super::operands::dtype::Element;
 use super::operands::inputs::Inputs;
@@ -19,6 +19,8 @@ use crate::backend::schedule::Steps;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 
+/// Computes a loss whose terms are known once the log-probabilities of a chunk are, and the gradients of the operands that
+/// need one.
 pub(super) fn log_prob_loss<T: Element, X: Products<T>>(
     products: X,
     operands: &Operands,
@@ -28,13 +30,11 @@ pub(super) fn log_prob_loss<T: Element, X: Products<T>>(
 ) -> Result<LossResults> {
     let sizes = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let columns = operands.adapter_columns()?;
-        let gradients = BufferedGradients::new(sizes, sizes.vocab, columns, needs_grad, None, false);
+        let gradients = BufferedGradients::new(operands, needs_grad, WeightBuffer::Zeros)?;
         let mut losses = Vec::with_capacity(sizes.positions);
-        let none = Targets::none(sizes);
-        let mut passes = TwoPasses::new(products, inputs, plan).with_targets(&none, gradients);
+        let mut passes = TwoPasses::for_chunk_targets(products, inputs, gradients, plan);
         for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
+            passes.first_product(positions.clone())?;
             let mut log_probs = zeros::<T::Acc>(positions.len() * sizes.vocab);
             passes.log_prob_rows::<T::Acc>(positions.clone(), &mut log_probs);
             let log_probs = Tensor::from_vec(log_probs, (positions.len(), sizes.vocab), &Device::Cpu)?;
@@ -42,11 +42,12 @@ pub(super) fn log_prob_loss<T: Element, X: Products<T>>(
             let values = values.to_vec1::<T::Acc>()?.into_iter().map(Real::f64);
             losses.extend(values.map(|value| PositionLoss { nll: value, objective: value, ..PositionLoss::default() }));
             if needs_grad.any() {
-                let targets = Targets::of_upstream(take_values(&upstream)?, positions.start, sizes);
+                let upstream = take_values(&upstream)?;
+                let targets = Targets::from_log_prob_upstream(upstream, positions.start, sizes.vocab);
                 passes.objective_rows(&targets, positions.clone())?;
-                passes.gradients_of_rows(positions, needs_grad)?;
+                passes.chunk_gradients(positions, needs_grad)?;
             }
         }
-        results(sizes, needs_grad, &none, &losses, passes.gradients)
+        results(sizes, needs_grad, None, &losses, passes.gradients)
     })
 }

@@ -8,21 +8,21 @@ impl<F: Copy + Default + Send + Sync> BufferElement for F {}
 
 /// The size of a workspace, in bytes.
 pub(super) struct Workspace {
-    /// For each row of logits of a chunk.
+    /// What each row of a chunk needs.
     pub(super) per_row: usize,
     /// What a chunk of any size needs.
     pub(super) fixed: usize,
-    /// For each thread that computes.
+    /// What each thread that computes needs.
     pub(super) per_thread: usize,
 }
 
-/// `n` zeros, in huge pages if the buffer is large. The system clears pages on first use: a gradient of one gigabyte in
-/// pages of 4 KiB takes a fifth of a second on two threads, in huge pages a third of that.
+/// Returns `n` zeros, in huge pages if the buffer is large. The system clears pages on first use: a gradient of one
+/// gigabyte in pages of 4 KiB takes a fifth of a second on two threads, in huge pages a third of that.
 pub(super) fn zeros<F: BufferElement>(n: usize) -> Vec<F> {
     filled(F::default(), n)
 }
 
-/// As [`zeros`], for numbers whose zero is not their default.
+/// Returns `n` times a value, as [`zeros`] does. It serves numbers whose zero is not their default.
 pub(super) fn filled<F: Copy + Send + Sync>(value: F, n: usize) -> Vec<F> {
     let mut values = vec![value; n];
     huge_pages::provide(&mut values);
@@ -38,13 +38,14 @@ pub(crate) struct Aligned<F> {
 }
 
 impl<F: BufferElement> Aligned<F> {
+    /// Returns a buffer of `len` zeros.
     pub(super) fn zeros(len: usize) -> Self {
         let values: Vec<F> = zeros(if len == 0 { 0 } else { len + CACHE_LINE / size_of::<F>() });
         let first = values.as_ptr().align_offset(CACHE_LINE);
         Aligned { first: if first < values.len() { first } else { 0 }, values, len }
     }
 
-    /// The first `len` elements; a larger buffer of zeros replaces one that has fewer.
+    /// Returns the first `len` elements. If the buffer has fewer, a larger one of zeros replaces it.
     pub(super) fn at_least(&mut self, len: usize) -> &mut [F] {
         if self.len < len {
             *self = Self::zeros(len);
@@ -53,7 +54,7 @@ impl<F: BufferElement> Aligned<F> {
     }
 }
 
-/// Bytes of a cache line.
+/// The bytes of a cache line.
 pub(super) const CACHE_LINE: usize = 64;
 
 /// Prefetches the cache line of an address, which need not be valid.
@@ -69,7 +70,7 @@ pub(super) fn prefetch<F>(address: *const F) {
     let _ = address;
 }
 
-/// As [`prefetch`], but only into the second-level cache.
+/// Prefetches like [`prefetch`], but only into the second-level cache.
 #[inline(always)]
 pub(super) fn prefetch_to_second_level<F>(address: *const F) {
     #[cfg(target_arch = "x86_64")]
@@ -98,6 +99,7 @@ impl<F> DerefMut for Aligned<F> {
 
 #[cfg(not(target_os = "linux"))]
 mod huge_pages {
+    /// Does nothing: other systems choose the pages themselves.
     pub(super) fn provide<F>(_: &mut [F]) {}
 }
 
@@ -108,18 +110,18 @@ mod huge_pages {
 
     use rayon::prelude::*;
 
-    /// Minimum size in bytes of a buffer in huge pages.
+    /// The minimum size in bytes of a buffer in huge pages.
     const LARGE: usize = 8 << 20;
-    /// Bytes of a huge page on most machines.
+    /// The bytes of a huge page on most machines.
     const PAGE: usize = 2 << 20;
-    /// The system clears a huge page in a quarter of a millisecond.
+    /// The time after which a huge page counts as slow. The system clears one in a quarter of a millisecond.
     const SLOW: Duration = Duration::from_millis(2);
 
     /// Whether a huge page took long. In a virtual machine, the hypervisor may have taken back the memory behind free
     /// huge pages, and returns it in pieces of 4 KiB, which takes 20 times longer: then this process uses no more.
     static ARE_SLOW: AtomicBool = AtomicBool::new(false);
 
-    /// Asks for huge pages, and touches each of them, until one takes long.
+    /// Asks for huge pages for a buffer, and touches each of them until one takes long.
     pub(super) fn provide<F: Copy + Send + Sync>(buffer: &mut [F]) {
         if size_of_val(buffer) < LARGE || ARE_SLOW.load(Relaxed) {
             return;
@@ -141,8 +143,9 @@ mod huge_pages {
         }
     }
 
+    /// Gives the system advice about the whole pages of a buffer.
     fn advise<F>(buffer: &mut [F], advice: libc::c_int) {
-        // `madvise` takes whole pages.
+        // `madvise` takes whole pages, which have at most 64 KiB.
         let page = 1 << 16;
         let range = buffer.as_mut_ptr_range();
         let start = (range.start as usize).next_multiple_of(page);

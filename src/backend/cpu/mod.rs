@@ -1,9 +1,13 @@
-//! The CPU backend, parallel over the threads of rayon. Losses over hard targets have products of their own
-//! (`one_pass`); what needs every logit twice calls the `gemm` crate's products between row kernels (`two_pass`).
+//! The CPU's backend, parallel over the threads of rayon. Losses over hard targets take one pass, with products of its own
+//! (`one_pass`). Results that need every logit twice take two passes, in which the `gemm` crate multiplies between row
+//! kernels (`two_pass`). `plan` chooses between them; `loss`, `log_probs`, `scores`, `log_prob_terms` and `decoding` run a
+//! task with one or the other.
 
 mod activation;
 mod decoding;
 mod log_prob_terms;
+mod log_probs;
+mod loss;
 mod memory;
 mod objective;
 mod one_pass;
@@ -18,36 +22,37 @@ mod tiles;
 mod two_pass;
 mod vector;
 
-use candle_core::{DType, Device, Tensor, WithDType};
+use candle_core::{DType, Tensor};
 
 use crate::backend::contract::{Backend, LossResults};
 use crate::backend::distribution::Visit;
 use crate::backend::divergence::DivergenceTerms;
-use crate::backend::objective::{LogProbTerms, Objective, ScoreTerms, Scored, SoFar};
-use crate::backend::operands::{NeedsGrad, Operands, Sizes};
-use crate::backend::plan::{Computation, Plan};
-use crate::backend::schedule::Steps;
+use crate::backend::objective::{LogProbTerms, Objective, ScoreTerms, Scored};
+use crate::backend::operands::{NeedsGrad, Operands};
+use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
 use crate::backend::task::Task;
 use crate::error::Result;
-use crate::tensors::autograd::take_values;
 use crate::tensors::id_lists::IdLists;
 use log_prob_terms::log_prob_loss;
-use memory::filled;
+use log_probs::log_probs;
+use loss::objective_loss;
 use objective::divergence::divergence;
-use objective::results::{results, BufferedGradients};
-use objective::targets::Targets;
-use one_pass::OnePass;
 use operands::dtype::{with_type, Element};
-use operands::inputs::Inputs;
 use operands::rounding;
 use plan::plan;
 use products::{lists, matmul};
 use scores::{score_loss, scores};
-use served::{with_products, Products};
-use two_pass::TwoPasses;
+use served::with_products;
 
-/// The backend for f64, f32, and f16 and bf16, which it computes in f32.
+/// Computes with the type of the operands' numbers, and with the products that the plan is made for.
+macro_rules! with_operands {
+    ($operands:expr, $plan:expr, $T:ident, $products:ident => $compute:expr) => {
+        with_type!($operands.contexts.dtype(), $T => with_products!($T, $plan, $products => $compute))
+    };
+}
+
+/// The CPU's backend. It computes f64 in f64, and f32, f16 and bf16 in f32.
 pub(super) struct Cpu;
 
 impl Backend for Cpu {
@@ -64,33 +69,28 @@ impl Backend for Cpu {
     ) -> Result<LossResults> {
         let computation = plan::computation(&objective.task(needs_grad), operands.sizes);
         debug_assert_eq!(plan.computation, computation, "the plan of another task");
-        let loss = || {
-            with_type!(operands.contexts.dtype(), T => {
-                with_products!(T, plan, products => loss::<T, _>(products, operands, objective, needs_grad, plan))
+        let compute = || {
+            with_operands!(operands, plan, T, products => {
+                objective_loss::<T, _>(products, operands, objective, needs_grad, plan)
             })
         };
-        on_threads(plan.threads, loss)
+        on_threads(plan.threads, compute)
     }
 
     fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-        with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, plan, products => {
-                if dtype == operands.contexts.dtype() {
-                    log_probs::<T, T, _>(products, operands, plan)
-                } else {
-                    log_probs::<T, <T as Element>::Acc, _>(products, operands, plan)
-                }
-            })
+        with_operands!(operands, plan, T, products => {
+            if dtype == operands.contexts.dtype() {
+                log_probs::<T, T, _>(products, operands, plan)
+            } else {
+                log_probs::<T, <T as Element>::Acc, _>(products, operands, plan)
+            }
         })
     }
 
     fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<(Tensor, Option<Tensor>)> {
-        let scores = || {
-            with_type!(operands.contexts.dtype(), T => {
-                with_products!(T, plan, products => scores::<T, _>(products, operands, scored, plan))
-            })
-        };
-        on_threads(plan.threads, scores)
+        let compute =
+            || with_operands!(operands, plan, T, products => scores::<T, _>(products, operands, scored, plan));
+        on_threads(plan.threads, compute)
     }
 
     fn score_loss(
@@ -101,12 +101,12 @@ impl Backend for Cpu {
         needs_grad: NeedsGrad,
         plan: &Plan,
     ) -> Result<LossResults> {
-        let loss = || {
-            with_type!(operands.contexts.dtype(), T => {
-                with_products!(T, plan, products => score_loss::<T, _>(products, operands, scored, terms, needs_grad, plan))
+        let compute = || {
+            with_operands!(operands, plan, T, products => {
+                score_loss::<T, _>(products, operands, scored, terms, needs_grad, plan)
             })
         };
-        on_threads(plan.threads, loss)
+        on_threads(plan.threads, compute)
     }
 
     fn log_prob_loss(
@@ -116,12 +116,12 @@ impl Backend for Cpu {
         needs_grad: NeedsGrad,
         plan: &Plan,
     ) -> Result<LossResults> {
-        let loss = || {
-            with_type!(operands.contexts.dtype(), T => {
-                with_products!(T, plan, products => log_prob_loss::<T, _>(products, operands, terms, needs_grad, plan))
+        let compute = || {
+            with_operands!(operands, plan, T, products => {
+                log_prob_loss::<T, _>(products, operands, terms, needs_grad, plan)
             })
         };
-        on_threads(plan.threads, loss)
+        on_threads(plan.threads, compute)
     }
 
     fn divergence(&self, log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
@@ -133,23 +133,21 @@ impl Backend for Cpu {
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
         let plan = self.plan(operands, Task::ranking(operands.sizes, k), None)?;
-        with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, &plan, products => decoding::top_k::<T, _>(products, operands, k, &plan))
-        })
+        with_operands!(operands, &plan, T, products => decoding::top_k::<T, _>(products, operands, k, &plan))
     }
 
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
         let plan = self.plan(operands, Task::decoding(), None)?;
-        with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, &plan, products => decoding::visit::<T, _, V>(products, operands, None, &plan, visit))
+        with_operands!(operands, &plan, T, products => {
+            decoding::visit::<T, _, V>(products, operands, None, &plan, visit)
         })
     }
 
     fn visit_shard<V: Visit>(&self, operands: &Operands, shard: &VocabShard, visit: &V) -> Result<Vec<V::Output>> {
         let plan = shard.agreed(self.plan(operands, Task::decoding(), None))?;
         let shard = Some(shard);
-        with_type!(operands.contexts.dtype(), T => {
-            with_products!(T, &plan, products => decoding::visit::<T, _, V>(products, operands, shard, &plan, visit))
+        with_operands!(operands, &plan, T, products => {
+            decoding::visit::<T, _, V>(products, operands, shard, &plan, visit)
         })
     }
 
@@ -203,63 +201,4 @@ fn on_threads<R: Send>(threads: usize, compute: impl FnOnce() -> Result<R> + Sen
     }
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(candle_core::Error::wrap)?;
     pool.install(compute)
-}
-
-/// The loss whose products a multiplier computes.
-fn loss<T: Element, X: Products<T>>(
-    products: X,
-    operands: &Operands,
-    objective: &Objective,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let rows = operands.weight_rows()?;
-        let targets = Targets::new(objective, operands.sizes, rows)?;
-        let so_far = objective.so_far().filter(|_| needs_grad.weight).and_then(SoFar::take);
-        let so_far = so_far.map(|so_far| take_values(&so_far.to_dtype(T::Acc::DTYPE)?)).transpose()?;
-        let rounds = X::rounds()
-            && plan.computation == Computation::OnePass
-            && plan.chunks().nth(1).is_none()
-            && rows == operands.sizes.vocab;
-        let columns = operands.adapter_columns()?;
-        let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, so_far, rounds);
-        let (losses, mut gradients, ranks) = match plan.computation {
-            Computation::OnePass => {
-                let pass = OnePass::new(products, inputs, &targets, gradients, needs_grad, plan);
-                let mut pass = pass.with_shard(objective.shard());
-                pass.run_loss(plan, needs_grad)?;
-                (pass.losses, pass.gradients, pass.ranks)
-            }
-            Computation::TwoPasses => {
-                let passes = TwoPasses::new(products, inputs, plan).with_targets(&targets, gradients);
-                let mut passes = passes.with_shard(objective.shard());
-                passes.run_loss(plan, needs_grad)?;
-                (passes.losses, passes.gradients, passes.ranks)
-            }
-        };
-        if let Some(mut ranks) = ranks {
-            ranks.finish_sum(&mut gradients.contexts)?;
-        }
-        results(operands.sizes, needs_grad, &targets, &losses, gradients)
-    })
-}
-
-/// Log-probabilities in `O`, which is `T` or its accumulation type.
-fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
-    products: X,
-    operands: &Operands,
-    plan: &Plan,
-) -> Result<Tensor> {
-    let Sizes { positions, vocab, .. } = operands.sizes;
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
-        let mut passes = TwoPasses::new(products, inputs, plan);
-        let mut log_probs = filled(O::zero(), positions * vocab);
-        for positions in plan.chunks() {
-            passes.logits(positions.clone())?;
-            let to = &mut log_probs[positions.start * vocab..positions.end * vocab];
-            passes.log_prob_rows(positions, to);
-        }
-        Ok(Tensor::from_vec(log_probs, (positions, vocab), &Device::Cpu)?)
-    })
 }

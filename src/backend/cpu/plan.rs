@@ -1,4 +1,4 @@
-//! The plan of a task: which computation serves it, and the workspace that this computation needs.
+//! The plan of a task on the CPU: the computation and the products that serve it, and the workspace that these need.
 
 use candle_core::DType;
 
@@ -14,32 +14,34 @@ use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};
 use crate::backend::task::{ScoreTask, Task};
 use crate::error::{Error, Result};
 
-/// Maximum rows of a loss without gradients that inner products compute faster: in the kernels of `one_pass` a row is
-/// one lane of a register.
+/// The most rows of a loss without gradients for which inner products are faster: in the kernels of `one_pass` a row is one
+/// lane of a register.
 const FEW_ROWS: usize = 4;
 
-/// Rows of a chunk of decoding, at least.
+/// The least rows of a chunk of decoding for which the default budget has room.
 const DECODING_ROWS: usize = 64;
 
-/// Maximum number of the most probable ids that one pass collects of each row and segment of the vocabulary.
+/// The largest k for which one pass finds the k most probable ids, which it collects of each row and segment.
 const MOST_TOP_K: usize = 64;
 
+/// Chooses the computation of a task.
+///
 /// Two passes serve whatever needs every logit again once the log-sum-exps of all components are known: the mixture's
 /// log-probabilities of all ids (label smoothing, log-probabilities, decoding). They are also faster for the loss alone of
-/// a few rows. One pass serves all other losses and the most probable ids of one component, and only it knows the targets
-/// of a sampled softmax.
+/// a few rows. One pass serves all other losses and the most probable ids of one component, and only one pass knows the
+/// targets of a sampled softmax.
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     match task {
-        Task { own_targets: true, .. } => Computation::OnePass,
-        Task { is_shard: true, argmax: true, .. } => Computation::TwoPasses,
+        Task { has_own_targets: true, .. } => Computation::OnePass,
+        Task { is_shard: true, needs_argmax: true, .. } => Computation::TwoPasses,
         Task { top_k: Some(k), .. } if sizes.components == 1 && *k <= MOST_TOP_K => Computation::OnePass,
-        Task { scores: Some(ScoreTask { of_listed: true, .. }), needs_grad, .. }
+        Task { scores: Some(ScoreTask { needs_listed_only: true, .. }), needs_grad, .. }
             if needs_grad.any() || rows > FEW_ROWS =>
         {
             Computation::OnePass
         }
-        Task { all_ids: true, .. } | Task { soft_targets: true, .. } | Task { few_rows: true, .. } => {
+        Task { needs_all_ids: true, .. } | Task { has_soft_targets: true, .. } | Task { is_decoding: true, .. } => {
             Computation::TwoPasses
         }
         Task { needs_grad, .. } if !needs_grad.any() && rows <= FEW_ROWS => Computation::TwoPasses,
@@ -47,28 +49,34 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     }
 }
 
-/// The products of the tile unit, where there is one, and the operands are bf16 or may be rounded to it.
-fn tiles_of<T: Served>(operands: &Operands, task: &Task) -> Result<Option<T::Tiles>> {
+/// Chooses the products of the tile unit, if there is one and the operands are bf16 or may be rounded to it.
+fn choose_tiles<T: Served>(operands: &Operands, task: &Task) -> Result<Option<T::Tiles>> {
     let isa = Isa::detected()?;
     let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
     // Decoding passes a decoder over few rows: vectors spend more on its transpose than they save.
-    let serves = |unit: &TileUnit| may_round && (!task.few_rows || unit.kernels() == Kernels::Amx);
+    let serves = |unit: &TileUnit| may_round && (!task.is_decoding || unit.kernels() == Kernels::Amx);
     let unit = TileUnit::detected()?.filter(serves);
     Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
 }
 
-/// The plan of a task: for tiles, unless their operands leave too little of the budget.
+/// Makes the plan of a task: for tiles, unless their operands leave too little of the budget.
 pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    let plan = |tiles| plan_of::<T>(operands, task, budget, tiles);
-    let tiles = tiles_of::<T>(operands, &task)?;
+    let plan = |tiles| plan_products::<T>(operands, task, budget, tiles);
+    let tiles = choose_tiles::<T>(operands, &task)?;
     match plan(tiles) {
         Err(Error::Workspace { .. }) if tiles.is_some() => plan(None),
         planned => planned,
     }
 }
 
-fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, tiles: Option<T::Tiles>) -> Result<Plan> {
-    let Sizes { positions, components, context_dim, .. } = operands.sizes;
+/// Makes the plan of a task for the products of `tiles`, or of vectors.
+fn plan_products<T: Served>(
+    operands: &Operands,
+    task: Task,
+    budget: Option<usize>,
+    tiles: Option<T::Tiles>,
+) -> Result<Plan> {
+    let Sizes { positions, components, .. } = operands.sizes;
     let (threads, isa) = (rayon::current_num_threads(), Isa::detected()?);
     let computation = computation(&task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
@@ -80,19 +88,12 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
         (Computation::TwoPasses, None) => two_pass::workspace::<T>(Vectors(isa), operands.sizes, task),
     };
     let per_position = components * per_row;
-    // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
-    let (rows, rounds) = (positions * components, <T::Tiles as Format<T>>::rounds());
-    let enough_rows = match tiles {
-        _ if task.few_rows => DECODING_ROWS,
+    let chunk_rows = match tiles {
+        // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
+        _ if task.is_decoding => DECODING_ROWS,
         _ if task.top_k.is_some() && keeps_logits => default::CPU_ROWS_OF_RANKING,
-        _ if computation == Computation::TwoPasses => default::CPU_ROWS,
-        // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so
-        // many exponentials take.
-        Some(_) if rounds && task.needs_grad.weight && rows * size_of::<T>() <= context_dim * size_of::<T::Acc>() => {
-            rows.max(default::CPU_ROWS_OF_TILES)
-        }
-        Some(_) => default::CPU_ROWS_OF_TILES,
-        None => default::CPU_ROWS,
+        Some(_) if computation == Computation::OnePass => tile_rows::<T>(operands.sizes, &task),
+        _ => default::CPU_ROWS,
     };
     // The logits of a ranking are read once, from the cache if there are not too many.
     let least_bytes = if task.top_k.is_some() { 0 } else { default::CPU_BYTES };
@@ -105,7 +106,7 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
         fixed,
         per_thread,
         // The chunks of this budget do not depend on the number of threads.
-        default_budget: fixed + threads * per_thread + least_bytes.max(enough_rows.div_ceil(components) * per_position),
+        default_budget: fixed + threads * per_thread + least_bytes.max(chunk_rows.div_ceil(components) * per_position),
         most_positions: if keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
         keeps_logits,
         computation,
@@ -113,4 +114,17 @@ fn plan_of<T: Served>(operands: &Operands, task: Task, budget: Option<usize>, ti
         threads,
     };
     Plan::new(positions, components, needs, budget)
+}
+
+/// Chooses the rows of a chunk that one pass computes on a tile unit.
+fn tile_rows<T: Served>(sizes: Sizes, task: &Task) -> usize {
+    let rows = sizes.positions * sizes.components;
+    // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so many
+    // exponentials take.
+    let is_sum_larger = rows * size_of::<T>() <= sizes.context_dim * size_of::<T::Acc>();
+    if <T::Tiles as Format<T>>::rounds_gradients() && task.needs_grad.weight && is_sum_larger {
+        rows.max(default::CPU_ROWS_OF_TILES)
+    } else {
+        default::CPU_ROWS_OF_TILES
+    }
 }

@@ -1,5 +1,5 @@
-//! Scores, and losses that are functions of them: from one pass where the logits of the candidates and sums over the other
-//! ids give what is asked, else from the log-probabilities of all ids, in two passes.
+//! Scores, and losses that are functions of them. One pass serves them if the logits of the candidates, and sums over the
+//! other ids, suffice. Other scores take two passes, as they depend on the log-probabilities of all ids.
 
 use std::ops::Range;
 
@@ -7,9 +7,9 @@ use candle_core::{Device, Tensor, WithDType};
 
 use super::objective::components::PositionLoss;
 use super::objective::listed_ids::Candidates;
-use super::objective::results::{results, BufferedGradients};
+use super::objective::results::{results, BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
-use super::one_pass::OnePass;
+use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Element;
 use super::operands::inputs::Inputs;
 use super::served::Products;
@@ -17,53 +17,53 @@ use super::two_pass::TwoPasses;
 use super::vector::simd::Float;
 use crate::backend::contract::LossResults;
 use crate::backend::distribution::Real;
-use crate::backend::objective::{ScoreTerms, Scored, OF_POSITION};
+use crate::backend::objective::{ScoreTerms, Scored, POSITION_SCORES};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::{Computation, Plan};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
-/// The scores `[positions, n + 2]`, and whether each id is the most probable, `[positions, n]`, if that is asked for.
+/// Computes the scores `[positions, n + 2]`, and, if the caller asks for it, whether each candidate is the most probable
+/// id, `[positions, n]`.
 pub(super) fn scores<T: Element, X: Products<T>>(
     products: X,
     operands: &Operands,
     scored: &Scored,
     plan: &Plan,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let sizes @ Sizes { positions, vocab, .. } = operands.sizes;
+    let Sizes { positions, vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let candidates = Candidates::new(scored, vocab)?;
-        let columns = candidates.n + OF_POSITION;
+        let columns = candidates.n + POSITION_SCORES;
         let (mut scores, mut are_argmax) = (Vec::with_capacity(positions * columns), Vec::new());
         match plan.computation {
             Computation::OnePass => {
-                let (inputs, none) = (inputs.tempered(scored.temperature), BufferedGradients::none(sizes));
-                let targets = Targets::none(sizes);
-                let pass = OnePass::new(products, inputs, &targets, none, NeedsGrad::default(), plan);
-                let mut pass = pass.with_candidates(&candidates, scored);
+                let (inputs, none) = (inputs.tempered(scored.temperature), BufferedGradients::none());
+                let request = OnePassRequest::Scores { candidates: &candidates, scored };
+                let mut pass = OnePass::new(products, inputs, request, none, NeedsGrad::default(), plan);
                 for positions in plan.chunks() {
-                    pass.logits(positions)?;
+                    pass.first_product(positions)?;
                     scores.extend(pass.scores(&candidates, scored));
                     are_argmax.extend(pass.are_argmax(&candidates));
                 }
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::new(products, inputs, plan);
+                let mut passes = TwoPasses::for_distributions(products, inputs, plan);
                 for positions in plan.chunks() {
-                    passes.logits(positions.clone())?;
-                    let (of_chunk, argmax) = passes.score_rows(positions, &candidates, scored);
-                    scores.extend(of_chunk);
-                    are_argmax.extend(argmax);
+                    passes.first_product(positions.clone())?;
+                    let (chunk_scores, chunk_argmax) = passes.score_rows(positions, &candidates, scored);
+                    scores.extend(chunk_scores);
+                    are_argmax.extend(chunk_argmax);
                 }
             }
         }
         let are_argmax = || Tensor::from_vec(are_argmax, (positions, candidates.n), &Device::Cpu);
-        let are_argmax = scored.is_argmax.then(are_argmax).transpose()?;
+        let are_argmax = scored.needs_argmax.then(are_argmax).transpose()?;
         Ok((Tensor::from_vec(scores, (positions, columns), &Device::Cpu)?, are_argmax))
     })
 }
 
-/// A loss whose terms are known once the scores of a chunk are.
+/// Computes a loss whose terms are known once the scores of a chunk are, and the gradients of the operands that need one.
 pub(super) fn score_loss<T: Element, X: Products<T>>(
     products: X,
     operands: &Operands,
@@ -75,50 +75,48 @@ pub(super) fn score_loss<T: Element, X: Products<T>>(
     let sizes @ Sizes { vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let candidates = Candidates::new(scored, vocab)?;
-        let columns = operands.adapter_columns()?;
-        let gradients = BufferedGradients::new(sizes, vocab, columns, needs_grad, None, false);
+        let gradients = BufferedGradients::new(operands, needs_grad, WeightBuffer::Zeros)?;
         let mut losses = Vec::with_capacity(sizes.positions);
-        let none = Targets::none(sizes);
         match plan.computation {
             Computation::OnePass => {
                 let inputs = inputs.tempered(scored.temperature);
-                let pass = OnePass::new(products, inputs, &none, gradients, needs_grad, plan);
-                let mut pass = pass.with_candidates(&candidates, scored);
+                let request = OnePassRequest::Scores { candidates: &candidates, scored };
+                let mut pass = OnePass::new(products, inputs, request, gradients, needs_grad, plan);
                 for positions in plan.chunks() {
-                    pass.logits(positions.clone())?;
+                    pass.first_product(positions.clone())?;
                     let scores = pass.scores(&candidates, scored);
-                    let upstream: Vec<T::Acc> = evaluated(terms, positions.clone(), scores, &mut losses)?;
+                    let upstream: Vec<T::Acc> = add_losses(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
                         let (first, power) = (positions.start, T::Acc::from_f64(1.0));
-                        let targets = Targets::of_scores(scored, &candidates, &upstream, first, power, sizes);
+                        let targets = Targets::from_score_upstream(scored, &candidates, &upstream, first, power);
                         pass.objective_rows(&targets);
-                        pass.gradients_of_rows(positions, needs_grad)?;
+                        pass.chunk_gradients(positions, needs_grad)?;
                     }
                 }
-                results(sizes, needs_grad, &none, &losses, pass.gradients)
+                results(sizes, needs_grad, None, &losses, pass.gradients)
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::new(products, inputs, plan).with_targets(&none, gradients);
+                let mut passes = TwoPasses::for_chunk_targets(products, inputs, gradients, plan);
                 for positions in plan.chunks() {
-                    passes.logits(positions.clone())?;
+                    passes.first_product(positions.clone())?;
                     let (scores, _) = passes.score_rows(positions.clone(), &candidates, scored);
-                    let upstream: Vec<T::Acc> = evaluated(terms, positions.clone(), scores, &mut losses)?;
+                    let upstream: Vec<T::Acc> = add_losses(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
                         let (first, power) = (positions.start, T::Acc::from_f64(1.0 / scored.temperature));
-                        let targets = Targets::of_scores(scored, &candidates, &upstream, first, power, sizes);
+                        let targets = Targets::from_score_upstream(scored, &candidates, &upstream, first, power);
                         passes.objective_rows(&targets, positions.clone())?;
-                        passes.gradients_of_rows(positions, needs_grad)?;
+                        passes.chunk_gradients(positions, needs_grad)?;
                     }
                 }
-                results(sizes, needs_grad, &none, &losses, passes.gradients)
+                results(sizes, needs_grad, None, &losses, passes.gradients)
             }
         }
     })
 }
 
-/// Adds the values of some positions, which have these scores, to the losses, and returns the upstream gradients of the
-/// scores.
-fn evaluated<F: Float>(
+/// Evaluates the terms of a chunk's positions, which have these scores. Adds the values to the losses, and returns the
+/// upstream gradients of the scores.
+fn add_losses<F: Float>(
     terms: &ScoreTerms,
     positions: Range<usize>,
     scores: Vec<F>,

@@ -1,4 +1,4 @@
-//! Which multipliers serve which type, and which of them serves a plan.
+//! The multipliers that serve each type of numbers, and the choice of the one that a plan is made for.
 
 use half::{bf16, f16};
 
@@ -11,16 +11,16 @@ use super::vector::simd::Isa;
 use crate::backend::plan::{Kernels, Plan};
 use crate::error::Result;
 
-/// What one pass and two passes need of a multiplier.
+/// A multiplier that serves one pass and two passes.
 pub(crate) trait Products<T: Element>: Format<T> + FirstProduct<T> {}
 impl<T: Element, X: Format<T> + FirstProduct<T>> Products<T> for X {}
 
-/// A type whose products vectors serve, and perhaps tiles.
+/// A type of numbers that vectors multiply, and perhaps a tile unit.
 pub(crate) trait Served: Element {
-    /// The products of a tile unit, or, for f64, which has none, of vectors.
+    /// The multiplier on a tile unit. For f64, which no unit multiplies, it is the multiplier on vectors.
     type Tiles: Products<Self>;
 
-    /// The products of this tile unit; `None` for f64.
+    /// Returns the multiplier on this tile unit; `None` for f64.
     fn tiles(tiles: Tiles) -> Option<Self::Tiles>;
 }
 
@@ -38,17 +38,17 @@ macro_rules! served_by_tiles {
 
 served_by_tiles!(f32 f16 bf16);
 
-/// The products of the tile unit that the plan is made for; `None` if it is made for vectors.
-pub(super) fn tiles_of<T: Served>(plan: &Plan) -> Result<Option<T::Tiles>> {
+/// Returns the multiplier on the tile unit that the plan is made for; `None` if it is made for vectors.
+pub(super) fn planned_tiles<T: Served>(plan: &Plan) -> Result<Option<T::Tiles>> {
     let (unit, isa) = (TileUnit::detected()?, Isa::detected()?);
-    let unit = unit.filter(|_| Kernels::OF_TILES.contains(&plan.kernels));
+    let unit = unit.filter(|_| Kernels::WITH_TILES.contains(&plan.kernels));
     Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
 }
 
-/// Computes with the products that the plan is made for: of a tile unit, or of vectors.
+/// Computes with the multiplier that the plan is made for: a tile unit's, or vectors'.
 macro_rules! with_products {
     ($type:ty, $plan:expr, $products:ident => $compute:expr) => {
-        match $crate::backend::cpu::served::tiles_of::<$type>($plan)? {
+        match $crate::backend::cpu::served::planned_tiles::<$type>($plan)? {
             Some($products) => $compute,
             None => {
                 let $products = $crate::backend::cpu::products::multiplier::Vectors(

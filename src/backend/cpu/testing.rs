@@ -1,23 +1,22 @@
-//! Both computations of a loss agree wherever both can serve, in the workspace of their plan and with any number of
-//! threads.
+//! One pass and two passes agree on every loss that both can compute, within the workspace of their plan and with any
+//! number of threads. Tiles agree with vectors.
 
 mod argmax;
 
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
-use super::objective::results::BufferedGradients;
+use super::objective::results::{BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
-use super::one_pass::OnePass;
+use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::with_type;
 use super::operands::inputs::Inputs;
 use super::plan::{computation, plan};
 use super::products::multiplier::{Tiles, Vectors};
 use super::served::{with_products, Served};
 use super::tiles::unit::TileUnit;
-use super::two_pass::TwoPasses;
 use super::vector::simd::Isa;
-use super::{log_probs, loss, Cpu};
+use super::{log_probs, objective_loss, Cpu};
 use crate::backend::contract::{Backend, LossResults};
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss};
 use crate::backend::operands::{NeedsGrad, Operands, Precision, Sizes};
@@ -31,7 +30,7 @@ const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: tru
 #[derive(Clone, Copy)]
 struct Case {
     sizes: Sizes,
-    /// The columns of the decoder that are an adapter's.
+    /// The number of the decoder's columns that are an adapter's.
     rank: usize,
     slope: f64,
     dtype: DType,
@@ -39,7 +38,7 @@ struct Case {
     softcap: Option<f64>,
     terms: LossTerms,
     needs_grad: NeedsGrad,
-    /// Workspace, as a multiple of the least.
+    /// The budget of the workspace, as a multiple of the least.
     budget: Option<usize>,
 }
 
@@ -58,6 +57,7 @@ impl Case {
         }
     }
 
+    /// Draws the operands, and the targets of a loss with some ignored positions.
     fn operands(&self) -> Result<(Operands, Objective)> {
         let Sizes { positions, components, context_dim, vocab } = self.sizes;
         let mut rng = StdRng::seed_from_u64(7);
@@ -105,6 +105,7 @@ impl Case {
         Ok((operands, Objective::Targets(loss)))
     }
 
+    /// Makes the plan of the case's loss.
     fn plan<T: Served>(&self, operands: &Operands) -> Result<Plan> {
         let task = Task::loss(&self.terms, self.needs_grad);
         let many_rows = Sizes { positions: 1000, ..operands.sizes };
@@ -116,12 +117,14 @@ impl Case {
         plan::<T>(operands, task, budget)
     }
 
+    /// Computes the loss by one computation.
     fn run<T: Served>(&self, computation: Computation) -> Result<LossResults> {
         let (operands, objective) = self.operands()?;
         let plan = Plan { computation, ..self.plan::<T>(&operands)? };
-        with_products!(T, &plan, products => loss::<T, _>(products, &operands, &objective, self.needs_grad, &plan))
+        with_products!(T, &plan, products => objective_loss::<T, _>(products, &operands, &objective, self.needs_grad, &plan))
     }
 
+    /// Checks that both computations agree.
     fn check(&self) -> Result<()> {
         let found = |computation| with_type!(self.dtype, T => self.run::<T>(computation));
         let (one, two) = (flat(&found(Computation::OnePass)?)?, flat(&found(Computation::TwoPasses)?)?);
@@ -129,15 +132,16 @@ impl Case {
         // The relative error of an exponential is the absolute error of its logit.
         let tolerance = tolerance + 2.0 * self.slope.abs() * epsilon;
         let has_tiles = self.dtype == DType::BF16 && TileUnit::detected()?.is_some();
-        let tolerances = if has_tiles { (tolerance, OF_TILES) } else { (tolerance, tolerance) };
-        self.compare(one, two, tolerances);
+        let gradients = if has_tiles { TILE_TOLERANCE } else { tolerance };
+        self.compare(one, two, Tolerances { losses: tolerance, gradients });
         Ok(())
     }
 
-    /// Compares losses and gradients.
-    fn compare(&self, one: Results, two: Results, (of_losses, of_gradients): (f64, f64)) {
+    /// Compares the losses and gradients of two computations.
+    fn compare(&self, one: Results, two: Results, tolerances: Tolerances) {
         for ((name, one), (_, two)) in one.into_iter().zip(two) {
-            let tolerance = if matches!(name, "nll" | "objective" | "log_priors") { of_losses } else { of_gradients };
+            let is_loss = matches!(name, "nll" | "objective" | "log_priors");
+            let tolerance = if is_loss { tolerances.losses } else { tolerances.gradients };
             let largest = two.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
             for (i, (one, two)) in one.iter().zip(&two).enumerate() {
                 let error = (one - two).abs() / largest.max(1e-30);
@@ -146,8 +150,8 @@ impl Case {
         }
     }
 
-    /// The products of a tile unit, or of its emulation, agree with products of vectors for operands that bf16 can
-    /// represent.
+    /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors for operands that bf16
+    /// represents exactly.
     fn check_tiles<T: Served<Acc = f32, Tiles = Tiles>>(&self) -> Result<()> {
         let (mut operands, objective) = self.operands()?;
         let represented = |tensor: &Tensor| tensor.to_dtype(DType::BF16)?.to_dtype(T::DTYPE);
@@ -160,31 +164,44 @@ impl Case {
         let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
         for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
             let tiles = Tiles { unit, isa };
-            for (computation, of_gradients) in [(Computation::OnePass, OF_TILES), (Computation::TwoPasses, tolerance)] {
+            let computations = [(Computation::OnePass, TILE_TOLERANCE), (Computation::TwoPasses, tolerance)];
+            for (computation, gradients) in computations {
                 let plan = Plan { computation, ..self.plan::<T>(&operands)? };
-                let vectors = loss::<T, _>(Vectors(isa), &operands, &objective, self.needs_grad, &plan)?;
-                let found = loss::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?;
-                self.compare(flat(&found)?, flat(&vectors)?, (tolerance, of_gradients));
+                let vectors = objective_loss::<T, _>(Vectors(isa), &operands, &objective, self.needs_grad, &plan)?;
+                let found = objective_loss::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?;
+                self.compare(flat(&found)?, flat(&vectors)?, Tolerances { losses: tolerance, gradients });
             }
             let plan = Cpu.plan(&operands, Task::log_probs(NeedsGrad::default()), None)?;
             let vectors = log_probs::<T, f32, _>(Vectors(isa), &operands, &plan)?;
             let found = log_probs::<T, f32, _>(tiles, &operands, &plan)?;
-            self.compare(vec![("nll", values(&found)?)], vec![("nll", values(&vectors)?)], (tolerance, tolerance));
+            let tolerances = Tolerances { losses: tolerance, gradients: tolerance };
+            self.compare(vec![("nll", values(&found)?)], vec![("nll", values(&vectors)?)], tolerances);
         }
         Ok(())
     }
 }
 
 /// The largest error of a gradient whose operands are rounded to bf16, relative to the largest gradient.
-const OF_TILES: f64 = 4e-3;
+const TILE_TOLERANCE: f64 = 4e-3;
 
+/// The largest errors relative to the largest number of each result.
+#[derive(Clone, Copy)]
+struct Tolerances {
+    /// The tolerance of losses and of the log-priors' gradients.
+    losses: f64,
+    /// The tolerance of the other gradients.
+    gradients: f64,
+}
+
+/// The numbers of each result, by its name.
 type Results = Vec<(&'static str, Vec<f64>)>;
 
+/// Returns the elements of a tensor in f64.
 fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }
 
-/// All results, by name.
+/// Returns the results of a loss, by name.
 fn flat(results: &LossResults) -> Result<Results> {
     let LossResults { nll, objective, gradients, .. } = results;
     let gradients = [
@@ -309,7 +326,7 @@ fn tiles_agree_with_vectors_with_options() -> Result<()> {
     Ok(())
 }
 
-/// An adapter is columns of the decoder: as a part of the weight they give the same results.
+/// An adapter adds columns to the decoder. The same columns give the same results as a part of the weight.
 #[test]
 fn an_adapter_equals_columns_of_the_weight() -> Result<()> {
     let needs_grad = NeedsGrad { adapter: true, ..ALL };
@@ -318,8 +335,8 @@ fn an_adapter_equals_columns_of_the_weight() -> Result<()> {
             let case = Case { rank, needs_grad, dtype: DType::F64, ..Case::new(positions, 2, 20 + rank, 300) };
             let found = case.run::<f64>(computation)?;
             let whole = Case { rank: 0, needs_grad: ALL, ..case }.run::<f64>(computation)?;
-            let (of_weight, of_adapter) = (found.gradients.weight, found.gradients.adapter);
-            let joined = Tensor::cat(&[of_weight, of_adapter].into_iter().flatten().collect::<Vec<_>>(), 1)?;
+            let parts = [found.gradients.weight, found.gradients.adapter];
+            let joined = Tensor::cat(&parts.into_iter().flatten().collect::<Vec<_>>(), 1)?;
             let pairs = [
                 (Some(found.nll), Some(whole.nll)),
                 (found.gradients.contexts, whole.gradients.contexts),
@@ -361,7 +378,7 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
 }
 
 #[test]
-fn nor_do_those_of_tiles() -> Result<()> {
+fn results_of_tiles_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let isa = Isa::detected()?;
     let unit = TileUnit::detected()?.unwrap_or(TileUnit::Emulated);
     let with_threads = |threads: usize| {
@@ -369,7 +386,7 @@ fn nor_do_those_of_tiles() -> Result<()> {
             let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
             let (operands, objective) = case.operands()?;
             let plan = case.plan::<half::bf16>(&operands)?;
-            flat(&loss::<half::bf16, _>(Tiles { unit, isa }, &operands, &objective, ALL, &plan)?)
+            flat(&objective_loss::<half::bf16, _>(Tiles { unit, isa }, &operands, &objective, ALL, &plan)?)
         })
     };
     let one = with_threads(1)?;
@@ -415,17 +432,16 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
             let (operands, objective) = case.operands()?;
             let plan = case.plan::<f32>(&operands)?;
             Inputs::with(&operands, |inputs: Inputs<'_, f32>| {
-                let rows = operands.weight_rows()?;
-                let targets = Targets::new(&objective, operands.sizes, rows)?;
-                let columns = operands.adapter_columns()?;
-                let gradients = BufferedGradients::new(operands.sizes, rows, columns, needs_grad, None, false);
+                let targets = Targets::new(&objective, operands.sizes, operands.weight_rows()?)?;
+                let gradients = BufferedGradients::new(&operands, needs_grad, WeightBuffer::Zeros)?;
                 let format = Vectors(Isa::detected()?);
-                let allocated = OnePass::new(format, inputs, &targets, gradients, needs_grad, &plan).allocated();
+                let request = OnePassRequest::Loss { targets: &targets, shard: None };
+                let allocated = OnePass::new(format, inputs, request, gradients, needs_grad, &plan).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if needs_grad != ALL {
                     return Ok(());
                 }
-                // The rest is what each thread and each row needs, and room for chunks with fewer panels.
+                // The workspace also counts the numbers of each thread and row, and room for chunks with fewer panels.
                 assert!(
                     budget.is_some() || 2 * allocated > plan.workspace_bytes || positions < 10,
                     "{allocated}: {plan}"

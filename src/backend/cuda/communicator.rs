@@ -12,46 +12,47 @@ use candle_core::{CudaDevice, DType, Storage, Tensor};
 
 use crate::error::{Error, Result};
 
-/// What ranks exchange by NCCL.
+/// A rank's communicator, by which ranks exchange numbers.
 pub(crate) struct Communicator {
     rank: usize,
     ranks: usize,
     ordinal: usize,
-    /// NCCL serves one thread at a time.
-    turn: Mutex<Handle>,
+    /// The handle, which one thread uses at a time, since NCCL serves one thread at a time.
+    handle: Mutex<Handle>,
 }
 
+/// NCCL's communicator and its stream.
 struct Handle(Comm);
 
 // SAFETY: a communicator is bound to a GPU, not to a thread. Calls bind the GPU's context to their thread first.
 unsafe impl Send for Handle {}
 
 impl Drop for Handle {
-    /// Waits for the operations that no one has waited for: [`Comm`] ends with an abort, which would stop them.
+    /// Waits until all operations have ended: [`Comm`] ends with an abort, which would stop them.
     fn drop(&mut self) {
         // Without a GPU that answers, there is nothing to wait for.
         let _ = self.0.stream().synchronize();
     }
 }
 
-/// The bytes of [`Communicator::new_id`].
-const ID: usize = 128;
+/// The number of bytes of [`Communicator::new_id`].
+const ID_BYTES: usize = 128;
 
 impl Communicator {
-    /// The id of new communicators, which all ranks give.
-    pub(crate) fn new_id() -> Result<[u8; ID]> {
-        let id = called(Id::new())?;
+    /// Returns an id for new communicators: all ranks give the same one to [`Communicator::new`].
+    pub(crate) fn new_id() -> Result<[u8; ID_BYTES]> {
+        let id = check_nccl(Id::new())?;
         Ok(id.internal().map(|byte| byte as u8))
     }
 
-    /// Waits for all ranks.
-    pub(crate) fn new(device: &CudaDevice, rank: usize, ranks: usize, id: [u8; ID]) -> Result<Self> {
+    /// The communicator of one rank. Waits for all ranks.
+    pub(crate) fn new(device: &CudaDevice, rank: usize, ranks: usize, id: [u8; ID_BYTES]) -> Result<Self> {
         // With one stream, NCCL's operations have one order, whatever the threads and streams of their operands are.
         let stream = device.cuda_stream().context().new_stream().w()?;
         stream.context().bind_to_thread().w()?;
         let ordinal = stream.context().ordinal();
-        let comm = called(Comm::from_rank(stream, rank, ranks, Id::uninit(id.map(|byte| byte as _))))?;
-        Ok(Communicator { rank, ranks, ordinal, turn: Mutex::new(Handle(comm)) })
+        let comm = check_nccl(Comm::from_rank(stream, rank, ranks, Id::uninit(id.map(|byte| byte as _))))?;
+        Ok(Communicator { rank, ranks, ordinal, handle: Mutex::new(Handle(comm)) })
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -62,24 +63,25 @@ impl Communicator {
         self.ranks
     }
 
-    fn turn(&self) -> Result<MutexGuard<'_, Handle>> {
-        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        turn.0.context().bind_to_thread().w()?;
-        Ok(turn)
+    /// Waits for the handle, and binds its context to this thread.
+    fn lock(&self) -> Result<MutexGuard<'_, Handle>> {
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        handle.0.context().bind_to_thread().w()?;
+        Ok(handle)
     }
 
     /// Replaces numbers of the host by their sums over all ranks.
     pub(crate) fn add_up<T: DeviceRepr + NcclType>(&self, numbers: &mut [T]) -> Result<()> {
-        self.of_copy(numbers, |comm, copy| comm.all_reduce_in_place(copy, &ReduceOp::Sum))
+        self.exchange_copy(numbers, |comm, copy| comm.all_reduce_in_place(copy, &ReduceOp::Sum))
     }
 
     /// Replaces numbers of the host by the ones of the rank `root`.
     pub(crate) fn broadcast<T: DeviceRepr + NcclType>(&self, numbers: &mut [T], root: usize) -> Result<()> {
-        self.of_copy(numbers, |comm, copy| comm.broadcast_in_place(copy, root as i32))
+        self.exchange_copy(numbers, |comm, copy| comm.broadcast_in_place(copy, root as i32))
     }
 
-    /// Replaces numbers of the host by what a call makes of their copy on the device.
-    fn of_copy<T: DeviceRepr>(
+    /// Copies numbers of the host to the device, lets NCCL change the copy, and copies it back.
+    fn exchange_copy<T: DeviceRepr>(
         &self,
         numbers: &mut [T],
         call: impl FnOnce(&Comm, &mut Slice<T>) -> std::result::Result<NcclStatus, NcclError>,
@@ -88,41 +90,43 @@ impl Communicator {
         if numbers.is_empty() {
             return Ok(());
         }
-        let Handle(comm) = &*self.turn()?;
+        let Handle(comm) = &*self.lock()?;
         let mut copy = comm.stream().clone_htod(numbers).w()?;
-        called(call(comm, &mut copy))?;
+        check_nccl(call(comm, &mut copy))?;
         comm.stream().memcpy_dtoh(&copy, numbers).w()?;
         Ok(comm.stream().synchronize().w()?)
     }
 
-    /// The numbers of all ranks, one rank after the other.
+    /// Returns the numbers of all ranks, one rank after the other.
     pub(crate) fn all_gather(&self, numbers: &[f64]) -> Result<Vec<f64>> {
         if numbers.is_empty() {
             return Ok(Vec::new());
         }
-        let Handle(comm) = &*self.turn()?;
+        let Handle(comm) = &*self.lock()?;
         let sent = comm.stream().clone_htod(numbers).w()?;
         let mut received = comm.stream().alloc_zeros::<f64>(numbers.len() * self.ranks).w()?;
-        called(comm.all_gather(&sent, &mut received))?;
+        check_nccl(comm.all_gather(&sent, &mut received))?;
         let all = comm.stream().clone_dtoh(&received).w()?;
         comm.stream().synchronize().w()?;
         Ok(all)
     }
 
-    /// The sum of a tensor in the memory of the communicator's GPU. The host does not wait for it.
+    /// Returns the sum over all ranks of a tensor in the memory of the communicator's GPU. The host does not wait for
+    /// it.
     pub(crate) fn sum(&self, tensor: &Tensor) -> Result<Tensor> {
         let tensor = tensor.contiguous()?;
         if tensor.elem_count() == 0 {
             return Ok(tensor);
         }
         match tensor.dtype() {
-            DType::F32 => self.sum_of::<f32>(&tensor),
-            DType::F64 => self.sum_of::<f64>(&tensor),
+            DType::F32 => self.sum_typed::<f32>(&tensor),
+            DType::F64 => self.sum_typed::<f64>(&tensor),
             got => Err(Error::DType { argument: "tensor", expected: "f32 or f64".into(), got }),
         }
     }
 
-    fn sum_of<T: CudaDType + DeviceRepr + NcclType + ValidAsZeroBits>(&self, tensor: &Tensor) -> Result<Tensor> {
+    /// [`Communicator::sum`] of a contiguous tensor with elements of this type.
+    fn sum_typed<T: CudaDType + DeviceRepr + NcclType + ValidAsZeroBits>(&self, tensor: &Tensor) -> Result<Tensor> {
         let expected = || Error::Device {
             argument: "tensor",
             expected: format!("Cuda {{ gpu_id: {} }}", self.ordinal),
@@ -131,7 +135,7 @@ impl Communicator {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { return Err(expected()) };
         let device: &CudaDevice = &storage.device;
-        // On candle's default device, the stream of this thread.
+        // For candle's default device, this is the stream of this thread.
         let stream = device.cuda_stream();
         if stream.context().ordinal() != self.ordinal {
             return Err(expected());
@@ -139,10 +143,10 @@ impl Communicator {
         let (start, n) = (layout.start_offset(), tensor.elem_count());
         let slice = storage.as_cuda_slice::<T>()?.slice(start..start + n);
         let mut sum = stream.alloc_zeros::<T>(n).w()?;
-        let Handle(comm) = &*self.turn()?;
-        after(&comm.stream(), &stream)?;
-        called(comm.all_reduce(&slice, &mut sum, &ReduceOp::Sum))?;
-        after(&stream, &comm.stream())?;
+        let Handle(comm) = &*self.lock()?;
+        order_after(&comm.stream(), &stream)?;
+        check_nccl(comm.all_reduce(&slice, &mut sum, &ReduceOp::Sum))?;
+        order_after(&stream, &comm.stream())?;
         let storage = Storage::Cuda(T::wrap_cuda_slice(sum, device.clone()));
         Ok(Tensor::from_storage(storage, tensor.shape(), BackpropOp::none(), false))
     }
@@ -150,13 +154,13 @@ impl Communicator {
 
 type Slice<T> = candle_core::cuda_backend::cudarc::driver::CudaSlice<T>;
 
-/// What `later` does from now on comes after what `earlier` has been given.
-fn after(later: &CudaStream, earlier: &CudaStream) -> Result<()> {
+/// Makes what the stream `later` is given from now on wait for what `earlier` has been given.
+fn order_after(later: &CudaStream, earlier: &CudaStream) -> Result<()> {
     Ok(later.join(earlier).w()?)
 }
 
-/// NCCL's error, by its name.
-fn called<T>(result: std::result::Result<T, NcclError>) -> Result<T> {
+/// Turns an error of NCCL into one of the crate, with its name.
+fn check_nccl<T>(result: std::result::Result<T, NcclError>) -> Result<T> {
     result.map_err(|error| candle_core::Error::Cuda(format!("{:?}", error.0).into()).bt().into())
 }
 

@@ -30,7 +30,7 @@ pub(in crate::backend) struct Cuda {
     /// A handle of this crate, which reads the factors of products from device memory; candle's handle reads them from
     /// host memory.
     blas: Rc<CudaBlas>,
-    /// `[2]`: 0 and 1, as factors of products
+    /// `[2]`: 0 and 1, as factors of products.
     constants: Tensor,
 }
 
@@ -43,6 +43,7 @@ impl Cuda {
         }
     }
 
+    /// The state of a device and its stream, created if this thread has none.
     fn cached(device: &CudaDevice) -> Result<Self> {
         thread_local! {
             // candle's default stream is another stream on each thread: two of them must not share a workspace of
@@ -60,6 +61,7 @@ impl Cuda {
         Ok(cuda)
     }
 
+    /// A new state: the kernels, a handle of cuBLAS and the constants.
     fn new(device: &CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
         let kernels = kernels(&stream)?;
         let blas = CudaBlas::new(stream.clone()).w()?;
@@ -92,6 +94,7 @@ fn kernels(stream: &CudaStream) -> Result<Arc<CudaModule>> {
     Ok(module)
 }
 
+/// The error of operands that are not on a CUDA device.
 fn wrong_device(device: &Device) -> Error {
     Error::Device { argument: "hidden", expected: "Cuda".into(), got: format!("{:?}", device.location()) }
 }
@@ -114,11 +117,11 @@ impl Gpu for Cuda {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { return Err(wrong_device(tensor.device())) };
         match tensor.dtype() {
-            DType::F32 => self.first::<f32>(storage, layout),
-            DType::F16 => self.first::<f16>(storage, layout),
-            DType::BF16 => self.first::<bf16>(storage, layout),
-            DType::U32 => self.first::<u32>(storage, layout),
-            DType::I64 => self.first::<i64>(storage, layout),
+            DType::F32 => self.element_address::<f32>(storage, layout),
+            DType::F16 => self.element_address::<f16>(storage, layout),
+            DType::BF16 => self.element_address::<bf16>(storage, layout),
+            DType::U32 => self.element_address::<u32>(storage, layout),
+            DType::I64 => self.element_address::<i64>(storage, layout),
             got => Err(Error::DType { argument: "tensor", expected: "f32, f16, bf16, u32 or i64".into(), got }),
         }
     }
@@ -162,18 +165,18 @@ impl Gpu for Cuda {
             DType::BF16 => CUDA_R_16BF,
             _ => CUDA_R_32F,
         };
-        let transposition = |matrix: &DeviceMatrix| if matrix.transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
+        let operation = |matrix: &DeviceMatrix| if matrix.is_transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
         let constants = self.address(&self.constants)?;
         let [zero, one] = [constants, constants + size_of::<f32>() as u64];
-        let (alpha, beta) = (product.alpha.unwrap_or(one), if product.accumulate { one } else { zero });
-        // cuBLAS is column-major and reads each matrix as its transpose, so this is out^T = rhs^T lhs^T.
+        let (alpha, beta) = (product.alpha.unwrap_or(one), if product.accumulates { one } else { zero });
+        // cuBLAS is column-major and reads each matrix as its transpose, so it computes out^T = rhs^T lhs^T.
         // SAFETY: the matrices are in tensors of the chunks, with these strides; the factors are in device memory, as
         // the handle's pointer mode requires.
         unsafe {
             cublas::gemm_ex(
                 *self.blas.handle(),
-                transposition(&product.rhs),
-                transposition(&product.lhs),
+                operation(&product.rhs),
+                operation(&product.lhs),
                 product.n as i32,
                 product.m as i32,
                 product.k as i32,
@@ -198,7 +201,8 @@ impl Gpu for Cuda {
 }
 
 impl Cuda {
-    fn first<T: CudaDType>(&self, storage: &CudaStorage, layout: &Layout) -> Result<u64> {
+    /// The address of the first element of a layout.
+    fn element_address<T: CudaDType>(&self, storage: &CudaStorage, layout: &Layout) -> Result<u64> {
         let (address, _read) = storage.as_cuda_slice::<T>()?.device_ptr(&self.stream);
         Ok(address + (layout.start_offset() * size_of::<T>()) as u64)
     }

@@ -9,37 +9,47 @@ use crate::error::Result;
 
 /// A device that runs the kernels in the order of their launches.
 pub(in crate::backend) trait Gpu {
+    /// The properties of this kind of GPU.
     fn kind(&self) -> &'static GpuKind;
-    /// The address of the first element of a contiguous tensor, in bytes; never zero, and valid as long as the tensor
-    /// lives.
+    /// Returns the address of the first element of a contiguous tensor, in bytes, which is never zero. It is valid as
+    /// long as the tensor lives.
     fn address(&self, tensor: &Tensor) -> Result<u64>;
     /// Launches a kernel with `blocks` blocks of [`BLOCK`] threads.
     fn launch(&self, kernel: &str, blocks: usize, arguments: &[Argument]) -> Result<()>;
+    /// Computes a matrix product.
     fn multiply(&self, product: &DeviceProduct) -> Result<()>;
 }
 
 /// The properties of a kind of GPU that the chunks and their plan depend on.
 #[derive(Debug)]
 pub(in crate::backend) struct GpuKind {
+    /// The kernels' name in plans and errors.
     pub(in crate::backend) kernels: Kernels,
-    /// Whether products take the gradient of the logits in f32 even if the other operands are in half precision
-    pub(in crate::backend) f32_gradient: bool,
-    /// Whether products can read a decoder that is stored as its transpose; otherwise it is copied
+    /// Whether products take the gradient of the logits in f32 even if the other operands are in half precision.
+    pub(in crate::backend) needs_f32_gradient: bool,
+    /// Whether products can read a decoder that is stored as its transpose. If not, it is copied.
     pub(in crate::backend) reads_transposed: bool,
-    /// The workspace bytes of products with operands of this dtype: for each row of a chunk, and a fixed number
-    pub(in crate::backend) product_bytes: fn(Sizes, DType) -> (usize, usize),
-    /// The factor by which an allocation may exceed the requested bytes
-    pub(in crate::backend) allocated: usize,
-    /// The least rows of a chunk by default: with fewer, the matrix products are inefficient
-    pub(in crate::backend) default_rows: usize,
-    /// The most bytes of workspace by default, as requested
-    pub(in crate::backend) default_bytes: usize,
+    /// The workspace of products whose operands have these sizes and this dtype.
+    pub(in crate::backend) product_bytes: fn(Sizes, DType) -> ProductBytes,
+    /// The factor by which an allocation may exceed the requested bytes.
+    pub(in crate::backend) allocation_factor: usize,
+    /// The least rows of a chunk by default. With fewer, the matrix products are inefficient.
+    pub(in crate::backend) least_default_rows: usize,
+    /// The most bytes of workspace by default, as requested.
+    pub(in crate::backend) most_default_bytes: usize,
+}
+
+/// The bytes of workspace that products need.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::backend) struct ProductBytes {
+    pub(in crate::backend) per_row: usize,
+    pub(in crate::backend) fixed: usize,
 }
 
 impl GpuKind {
     /// The dtype of the gradient of the logits as an operand of products.
     pub(super) fn gradient_dtype(&self, dtype: DType) -> DType {
-        if self.f32_gradient {
+        if self.needs_f32_gradient {
             DType::F32
         } else {
             dtype
@@ -55,12 +65,13 @@ pub(in crate::backend) struct Buffer {
 }
 
 impl Buffer {
+    /// The buffer of a tensor, or of a contiguous copy of it.
     pub(in crate::backend) fn new<G: Gpu>(gpu: &G, tensor: Tensor) -> Result<Self> {
         let tensor = tensor.contiguous()?;
         Ok(Buffer { address: gpu.address(&tensor)?, tensor })
     }
 
-    /// Room for `n` elements, at least one.
+    /// A buffer of `n` zeros, or of one if `n` is zero.
     pub(super) fn zeros<G: Gpu>(gpu: &G, n: usize, dtype: DType, device: &Device) -> Result<Self> {
         Self::new(gpu, Tensor::zeros(n.max(1), dtype, device)?)
     }
@@ -81,7 +92,7 @@ impl Buffer {
     }
 }
 
-/// Threads per block, as in `rows.h`.
+/// Threads per block, as in `kernels/arguments.h`.
 pub(in crate::backend) const BLOCK: usize = 256;
 
 /// A row-major matrix in device memory.
@@ -89,13 +100,13 @@ pub(in crate::backend) const BLOCK: usize = 256;
 pub(in crate::backend) struct DeviceMatrix {
     pub(in crate::backend) address: u64,
     pub(in crate::backend) dtype: DType,
-    /// Elements from one row to the next.
+    /// The number of elements from one row to the next.
     pub(in crate::backend) stride: usize,
     /// Whether the matrix is stored as its transpose.
-    pub(in crate::backend) transposed: bool,
+    pub(in crate::backend) is_transposed: bool,
 }
 
-/// `out[m, n] = alpha lhs[m, k] rhs[k, n]`, or `out += alpha lhs rhs` if it accumulates; sums are in f32.
+/// The product `out[m, n] = alpha lhs[m, k] rhs[k, n]`, or `out += alpha lhs rhs` if it accumulates. Sums are in f32.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend) struct DeviceProduct {
     pub(in crate::backend) m: usize,
@@ -106,7 +117,8 @@ pub(in crate::backend) struct DeviceProduct {
     /// The address of an f32 matrix, `out_stride` elements from one row to the next.
     pub(in crate::backend) out: u64,
     pub(in crate::backend) out_stride: usize,
-    /// The address of an f32 scalar in device memory. `None` is 1, and the only value if [`GpuKind::f32_gradient`].
+    /// The address of an f32 scalar in device memory. `None` is 1, and the only value if
+    /// [`GpuKind::needs_f32_gradient`].
     pub(in crate::backend) alpha: Option<u64>,
-    pub(in crate::backend) accumulate: bool,
+    pub(in crate::backend) accumulates: bool,
 }

@@ -1,5 +1,5 @@
-//! A loss on a GPU that is a function of the log-probabilities of all ids. The logits of a chunk are computed twice: for
-//! its log-probabilities, and for the gradient.
+//! A loss on a GPU that is a function of the log-probabilities of all ids. The logits of a chunk are computed twice:
+//! for its log-probabilities, and for the gradient.
 
 use std::ops::Range;
 
@@ -12,6 +12,7 @@ use crate::backend::plan::Plan;
 use crate::backend::task::Task;
 use crate::error::{Error, Result};
 
+/// Computes a loss of the log-probabilities of all ids, and its gradients.
 pub(super) fn log_prob_loss(
     backend: &impl Backend,
     operands: &Operands,
@@ -28,8 +29,8 @@ pub(super) fn log_prob_loss(
         return Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients });
     }
     let (mut values, mut gradients) = (Vec::new(), Vec::new());
-    let of_chunk = |positions: Range<usize>| {
-        let operands = operands.of_positions(&positions)?;
+    let chunk_loss = |positions: Range<usize>| {
+        let operands = operands.narrow(&positions)?;
         let plan = backend.plan(&operands, Task::log_probs(needs_grad), Some(plan.budget_bytes))?;
         let log_probs = backend.log_probs(&operands, DType::F32, &plan)?;
         let (values, upstream) = terms(positions, log_probs)?;
@@ -41,9 +42,9 @@ pub(super) fn log_prob_loss(
         Ok::<_, Error>((values, gradients))
     };
     for positions in plan.chunks() {
-        let (of_values, of_gradients) = of_chunk(positions)?;
-        values.push(of_values);
-        gradients.push(of_gradients);
+        let (chunk_values, chunk_gradients) = chunk_loss(positions)?;
+        values.push(chunk_values);
+        gradients.push(chunk_gradients);
     }
     let objective = Tensor::cat(&values, 0)?;
     let (sum, nll) = (objective.sum_all()?, objective.clone());
@@ -52,26 +53,27 @@ pub(super) fn log_prob_loss(
     Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients })
 }
 
-/// The gradients of all positions: for contexts and log-priors side by side, for the decoder summed.
-fn joined(of_chunks: Vec<Gradients>) -> Result<Gradients> {
-    let side_by_side = |of: &dyn Fn(&Gradients) -> Option<Tensor>| {
-        let of_chunks: Vec<Tensor> = of_chunks.iter().filter_map(of).collect();
-        if of_chunks.is_empty() {
+/// Joins the gradients of chunks into those of all positions: for contexts and log-priors side by side, for the decoder
+/// summed.
+fn joined(chunks: Vec<Gradients>) -> Result<Gradients> {
+    let side_by_side = |operand: fn(&Gradients) -> &Option<Tensor>| {
+        let gradients: Vec<&Tensor> = chunks.iter().filter_map(|chunk| operand(chunk).as_ref()).collect();
+        if gradients.is_empty() {
             Ok(None)
         } else {
-            Tensor::cat(&of_chunks, 0).map(Some)
+            Tensor::cat(&gradients, 0).map(Some)
         }
     };
-    let summed = |of: &dyn Fn(&Gradients) -> Option<Tensor>| {
-        let mut of_chunks = of_chunks.iter().filter_map(of);
-        let first = of_chunks.next();
-        first.map(|first| of_chunks.try_fold(first, |sum, gradient| sum + gradient)).transpose()
+    let summed = |operand: fn(&Gradients) -> &Option<Tensor>| {
+        let mut gradients = chunks.iter().filter_map(|chunk| operand(chunk).clone());
+        let first = gradients.next();
+        first.map(|first| gradients.try_fold(first, |sum, gradient| sum + gradient)).transpose()
     };
     Ok(Gradients {
-        contexts: side_by_side(&|of| of.contexts.clone())?,
-        log_priors: side_by_side(&|of| of.log_priors.clone())?,
-        weight: summed(&|of| of.weight.clone())?,
-        adapter: summed(&|of| of.adapter.clone())?,
-        bias: summed(&|of| of.bias.clone())?,
+        contexts: side_by_side(|chunk| &chunk.contexts)?,
+        log_priors: side_by_side(|chunk| &chunk.log_priors)?,
+        weight: summed(|chunk| &chunk.weight)?,
+        adapter: summed(|chunk| &chunk.adapter)?,
+        bias: summed(|chunk| &chunk.bias)?,
     })
 }

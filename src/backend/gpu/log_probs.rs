@@ -8,7 +8,7 @@ use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::error::Result;
 
-/// `[positions, vocab]`
+/// Computes the log-probabilities of all ids, `[positions, vocab]` in `dtype`.
 pub(super) fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = operands.sizes;
     let to = Buffer::zeros(gpu, positions * vocab, dtype, operands.contexts.device())?;

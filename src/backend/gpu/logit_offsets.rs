@@ -1,5 +1,5 @@
-//! What the logits of a single softmax exceed its log-probabilities by, which the kernels do not return: the difference
-//! at the most probable id of each position.
+//! The log-sum-exps of a single softmax, which the kernels do not return: the logit of each position's most probable
+//! id, computed by candle's operations, minus its log-probability.
 
 use candle_core::{DType, Tensor, D};
 
@@ -7,14 +7,14 @@ use crate::backend::operands::Operands;
 use crate::error::Result;
 use crate::tensors::id_lists::matrix_rows;
 
-/// The offset of each position; none for several softmaxes.
+/// Computes the log-sum-exp of each position's logits; none for several softmaxes.
 pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Result<Vec<f32>> {
     if operands.sizes.components > 1 || log_probs.is_empty() {
         return Ok(Vec::new());
     }
     let argmax = |row: &Vec<f32>| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap_or(0) as u32;
     let ids: Vec<u32> = log_probs.iter().map(argmax).collect();
-    let of_best = log_probs.iter().zip(&ids).map(|(row, &id)| row[id as usize]);
+    let largest = log_probs.iter().zip(&ids).map(|(row, &id)| row[id as usize]);
     let id_tensor = Tensor::new(ids.as_slice(), operands.contexts.device())?;
     let mut rows = matrix_rows(&operands.weight, &id_tensor)?;
     if let Some(adapter) = &operands.adapter {
@@ -29,5 +29,5 @@ pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Resu
     if let Some(cap) = operands.softcap {
         z = ((z / cap)?.tanh()? * cap)?;
     }
-    Ok(z.to_vec1::<f32>()?.iter().zip(of_best).map(|(z, log_p)| z - log_p).collect())
+    Ok(z.to_vec1::<f32>()?.iter().zip(largest).map(|(z, log_p)| z - log_p).collect())
 }

@@ -4,21 +4,23 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use super::arguments::{self, Argument};
-use super::chunks::{is_argmax, matrix, Chunks, Mixed};
+use super::arguments::{Read, RowsArgument, ScoredArgument, Write};
+use super::chunks::{is_argmax, matrix, ChunkArguments, Chunks, LogProbRows, MixtureResults};
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
 use super::device_scores::DeviceScores;
-use super::gradients::DeviceGradients;
+use super::gradients::{BiasGradient, DeviceGradients};
+use super::kernels::{Kernel, PositionGradients, PositionLoss, RowGradient, RowSoftMass};
 use super::objective::DeviceObjective;
 use super::own_targets::OwnTargets;
-use super::shared_targets::{of_all_ranks, SharedTargets};
+use super::shared_targets::{sum_context_gradients, SharedTargets};
 use crate::backend::contract::{Gradients, LossResults};
-use crate::backend::objective::{Objective, SoFar};
+use crate::backend::objective::{GradientSoFar, Objective, TargetLoss};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
+/// Computes an objective and its gradients.
 pub(super) fn loss<G: Gpu>(
     gpu: &G,
     operands: &Operands,
@@ -26,57 +28,60 @@ pub(super) fn loss<G: Gpu>(
     needs_grad: NeedsGrad,
     plan: &Plan,
 ) -> Result<LossResults> {
-    let prepared = DeviceObjective::new(gpu, objective, operands)?;
-    let (own, shared) = match objective {
-        Objective::Targets(loss) => (OwnTargets::new(operands, loss)?, SharedTargets::new(loss)?),
-        Objective::LogProbs { .. } => (None, None),
-    };
-    let shard = objective.shard();
+    match objective {
+        Objective::Targets(loss) => target_loss(gpu, operands, loss, needs_grad, plan),
+        Objective::LogProbs { upstream } => {
+            let objective = DeviceObjective::from_upstream(gpu, upstream, operands)?;
+            let chunks = Chunks::new(gpu, operands, plan)?;
+            let targets = DeviceTargets::Soft(chunks.log_prob_rows()?);
+            let mut chunks = LossChunks::new(chunks, objective, targets, None, needs_grad)?;
+            chunks.run_loss(plan, needs_grad)?;
+            let results = chunks.results()?;
+            Ok(LossResults { gradients: chunks.into_gradients(needs_grad)?, ..results })
+        }
+    }
+}
+
+/// Computes a loss over targets and its gradients.
+fn target_loss<G: Gpu>(
+    gpu: &G,
+    operands: &Operands,
+    loss: &TargetLoss,
+    needs_grad: NeedsGrad,
+    plan: &Plan,
+) -> Result<LossResults> {
+    let objective = DeviceObjective::from_targets(gpu, loss, operands)?;
+    let (own, shared) = (OwnTargets::new(operands, loss)?, SharedTargets::new(loss)?);
     let chunks = Chunks::new(gpu, operands, plan)?;
     let targets = match (&own, shared) {
         (Some(own), _) => DeviceTargets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
         (None, Some(shared)) => DeviceTargets::Shared(shared),
-        (None, None) if prepared.is_soft() => DeviceTargets::Soft(chunks.log_prob_rows()?),
+        (None, None) if objective.has_soft_masses() => DeviceTargets::Soft(chunks.log_prob_rows()?),
         (None, None) => DeviceTargets::Hard,
     };
-    let mut chunks = LossChunks::new(chunks, prepared, targets, objective.so_far(), needs_grad)?;
+    let mut chunks = LossChunks::new(chunks, objective, targets, loss.so_far.as_ref(), needs_grad)?;
     chunks.run_loss(plan, needs_grad)?;
 
-    let positions = operands.sizes.positions;
-    let of_positions = |padded: &Tensor| padded.narrow(0, 0, positions);
-    let LossChunks { objective, results: DeviceResults { nll, losses, argmax }, .. } = &chunks;
-    let [nll, losses] = [nll, losses].map(|buffer| &buffer.tensor);
-    let Some(ids) = &objective.ids else {
-        // The caller has the log-probabilities, and needs only the gradients.
-        let (objective, nll) = (of_positions(losses)?, of_positions(nll)?);
-        let (sum, count) = (losses.sum_all()?, losses.zeros_like()?.sum_all()?);
-        let gradients = chunks.into_gradients(needs_grad)?;
-        return Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients });
-    };
-    let weighted = weigh(&ids.weights.tensor, losses)?;
-    // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
-    let is_correct = || is_argmax(&argmax.tensor, &ids.ids.tensor, &nll.neg()?)?.narrow(0, 0, positions);
-    let is_correct = objective.terms.correct.then(is_correct).transpose()?;
-    let (objective, nll) = (of_positions(&weighted)?, of_positions(nll)?);
-    let (sum, count) = (weighted.sum_all()?, ids.count.clone());
-    let of_own_logits = chunks.own_gradient()?;
+    let results = chunks.results()?;
+    let own_gradient = chunks.own_gradient()?;
     let gradients = chunks.into_gradients(needs_grad)?;
-    let gradients = match own.zip(of_own_logits) {
-        Some((own, of_logits)) => own.add_to(gradients, &of_logits, operands)?,
+    let gradients = match own.zip(own_gradient) {
+        Some((own, logit_gradient)) => own.add_to(gradients, &logit_gradient, operands)?,
         None => gradients,
     };
-    let gradients = match shard {
-        Some(shard) => of_all_ranks(shard, gradients)?,
+    let gradients = match &loss.shard {
+        Some(shard) => sum_context_gradients(shard, gradients)?,
         None => gradients,
     };
-    Ok(LossResults { objective, nll, sum, count, is_correct, gradients })
+    Ok(LossResults { gradients, ..results })
 }
 
-/// `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.
+/// Returns `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.
 fn weigh(weights: &Tensor, values: &Tensor) -> candle_core::Result<Tensor> {
     weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)
 }
 
+/// The chunks of a loss.
 pub(super) struct LossChunks<'a, G> {
     pub(super) chunks: Chunks<'a, G>,
     pub(super) objective: DeviceObjective,
@@ -108,6 +113,14 @@ impl DeviceTargets<'_> {
             DeviceTargets::Hard | DeviceTargets::Own(_) | DeviceTargets::Shared(_) => None,
         }
     }
+
+    /// The kernels' argument for the candidates of a chunk's positions.
+    fn scored(&self, positions: &Range<usize>) -> ScoredArgument {
+        match self {
+            DeviceTargets::Scored(scores) => scores.argument(positions),
+            _ => ScoredArgument::default(),
+        }
+    }
 }
 
 /// The results of all positions, `[positions]` each.
@@ -118,19 +131,20 @@ struct DeviceResults {
 }
 
 impl<'a, G: Gpu> LossChunks<'a, G> {
+    /// The results and gradients, all zero. The weight's gradient starts from `so_far`, if there is one.
     pub(super) fn new(
         chunks: Chunks<'a, G>,
         objective: DeviceObjective,
         targets: DeviceTargets<'a>,
-        so_far: Option<&SoFar>,
+        so_far: Option<&GradientSoFar>,
         needs_grad: NeedsGrad,
     ) -> Result<Self> {
         let positions = chunks.inputs.sizes.positions.max(1);
         let zeros = |n, dtype| Buffer::zeros(chunks.gpu, n, dtype, chunks.logits.tensor.device());
         let gradients = || {
-            let so_far = so_far.filter(|_| needs_grad.weight).and_then(SoFar::take);
-            let has_own = matches!(targets, DeviceTargets::Own(_));
-            DeviceGradients::new(&chunks, has_own, so_far, needs_grad)
+            let so_far = so_far.filter(|_| needs_grad.weight).and_then(GradientSoFar::take);
+            let has_own_targets = matches!(targets, DeviceTargets::Own(_));
+            DeviceGradients::new(&chunks, has_own_targets, so_far, needs_grad)
         };
         Ok(LossChunks {
             results: DeviceResults {
@@ -145,7 +159,36 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         })
     }
 
-    /// The gradient of the logits of targets that are entries of their own, `[positions, K]`.
+    /// The results after all chunks, without the gradients.
+    fn results(&self) -> Result<LossResults> {
+        let DeviceResults { nll, losses, argmax } = &self.results;
+        let [nll, losses] = [nll, losses].map(|buffer| &buffer.tensor);
+        let targets = self.objective.targets.as_ref();
+        let (objective, count) = match targets {
+            Some(targets) => (weigh(&targets.weights.tensor, losses)?, targets.count.clone()),
+            // Without targets, the caller has the log-probabilities, and needs only the gradients.
+            None => (losses.clone(), losses.zeros_like()?.sum_all()?),
+        };
+        let is_correct = match targets {
+            // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
+            Some(targets) if self.objective.terms.needs_correct => {
+                Some(is_argmax(&argmax.tensor, &targets.ids.tensor, &nll.neg()?)?)
+            }
+            _ => None,
+        };
+        // The buffers have an element even for an empty batch.
+        let positions = self.chunks.inputs.sizes.positions;
+        Ok(LossResults {
+            objective: objective.narrow(0, 0, positions)?,
+            nll: nll.narrow(0, 0, positions)?,
+            sum: objective.sum_all()?,
+            count,
+            is_correct: is_correct.map(|is_correct| is_correct.narrow(0, 0, positions)).transpose()?,
+            gradients: Gradients::default(),
+        })
+    }
+
+    /// The gradient of the logits of own targets, `[positions, K]`.
     fn own_gradient(&self) -> Result<Option<Tensor>> {
         let Sizes { positions, components, .. } = self.chunks.inputs.sizes;
         let Some(own) = self.gradients.as_ref().and_then(|gradients| gradients.own.as_ref()) else { return Ok(None) };
@@ -163,9 +206,9 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
         let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
         let (mut contexts, mut decoder) = (Vec::new(), Vec::new());
-        for (part, gradient) in self.chunks.inputs.parts.iter().zip(gradients.parts) {
-            contexts.extend(shaped(gradient.contexts, &[positions, components, part.width])?);
-            decoder.push(shaped(gradient.decoder, &[vocab, part.width])?);
+        for (columns, gradient) in self.chunks.inputs.columns.iter().zip(gradients.columns) {
+            contexts.extend(shaped(gradient.contexts, &[positions, components, columns.width])?);
+            decoder.push(shaped(gradient.decoder, &[vocab, columns.width])?);
         }
         let mut decoder = decoder.into_iter();
         Ok(Gradients {
@@ -177,90 +220,135 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         })
     }
 
-    pub(super) fn arguments(&self, positions: &Range<usize>) -> [Argument; 3] {
-        let own = if let DeviceTargets::Own(logits) = &self.targets { Some(logits) } else { None };
-        self.chunks.arguments(positions, self.objective.argument(positions.start), own)
+    /// The arguments of the chunk that has the given positions.
+    pub(super) fn arguments(&self, positions: &Range<usize>) -> ChunkArguments {
+        let ChunkArguments { logits, rows, .. } = self.chunks.arguments(positions);
+        let own_logits = match &self.targets {
+            DeviceTargets::Own(logits) => logits.at(self.chunks.inputs.rows(positions).start),
+            _ => 0,
+        };
+        let objective = self.objective.argument(positions.start);
+        ChunkArguments { logits, objective, rows: RowsArgument { own_logits, ..rows } }
+    }
+
+    /// Computes the part of the loss of each position that depends on its target.
+    fn target_losses(&self, positions: &Range<usize>) -> Result<()> {
+        let ChunkArguments { objective, rows, .. } = self.arguments(positions);
+        let arguments = PositionLoss {
+            objective,
+            rows,
+            nll: Write(self.results.nll.at(positions.start)),
+            loss: Write(self.results.losses.at(positions.start)),
+            positions: positions.len() as i32,
+            components: self.chunks.inputs.sizes.components as i32,
+        };
+        arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))
+    }
+
+    /// Adds to the loss of each position, and to the masses of its rows, what they have from all ids or from
+    /// candidates, and finds its most probable id, each if it is needed.
+    fn soft_losses(&self, positions: &Range<usize>) -> Result<()> {
+        let arguments @ ChunkArguments { logits, objective, rows } = self.arguments(positions);
+        let soft = if let DeviceTargets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };
+        let needs_argmax = self.objective.terms.needs_correct;
+        if soft.is_some() || needs_argmax {
+            let results = MixtureResults {
+                log_probs: soft.map(|buffer| LogProbRows { buffer, first: 0, stride: self.chunks.stride }),
+                losses: self.results.losses.at(positions.start),
+                argmax: if needs_argmax { self.results.argmax.at(positions.start) } else { 0 },
+            };
+            self.chunks.mix(positions, arguments, results)?;
+        }
+        if soft.is_some() || matches!(self.targets, DeviceTargets::Scored(_)) {
+            let scored = self.targets.scored(positions);
+            let arguments = RowSoftMass { logits, objective, rows, scored, log_probs: self.log_probs() };
+            arguments.launch(self.chunks.gpu, self.chunks.inputs.rows(positions).len())?;
+        }
+        Ok(())
+    }
+
+    /// Computes the gradients of the chunk's log-priors, of its own targets' logits, and of its logits.
+    fn row_gradients(&self, positions: &Range<usize>, gradients: &DeviceGradients) -> Result<()> {
+        let ChunkArguments { logits, objective, rows: row_values } = self.arguments(positions);
+        let rows = self.chunks.inputs.rows(positions);
+        let arguments = PositionGradients {
+            objective,
+            rows: row_values,
+            log_prior_gradient: Write(gradients.log_priors.at(rows.start)),
+            own_gradient: Write(gradients.own.as_ref().map_or(0, |own| own.at(rows.start))),
+            positions: positions.len() as i32,
+            components: self.chunks.inputs.sizes.components as i32,
+        };
+        arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))?;
+        let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
+        let arguments = RowGradient {
+            logits,
+            objective,
+            rows: row_values,
+            scored: self.targets.scored(positions),
+            log_probs: self.log_probs(),
+            gradient: Write(address),
+        };
+        arguments.launch_for(self.chunks.gpu, dtype, rows.len())
+    }
+
+    /// Adds the chunk's rows to the gradient of the bias.
+    fn bias_gradient(&self, positions: &Range<usize>, logits: DeviceMatrix, bias: &BiasGradient) -> Result<()> {
+        self.chunks.gpu.multiply(&DeviceProduct {
+            m: self.chunks.inputs.sizes.vocab,
+            n: 1,
+            k: self.chunks.inputs.rows(positions).len(),
+            lhs: DeviceMatrix { is_transposed: true, ..logits },
+            rhs: matrix(&bias.ones, 0, 1),
+            out: bias.sum.at(0),
+            out_stride: 1,
+            alpha: self.objective.alpha(),
+            accumulates: positions.start > 0,
+        })
+    }
+
+    /// The log-probabilities of all ids of a chunk's positions, if masses depend on them.
+    fn log_probs(&self) -> Read {
+        Read(self.targets.log_probs().map_or(0, |log_probs| log_probs.at(0)))
     }
 }
 
 impl<G: Gpu> Steps for LossChunks<'_, G> {
-    fn logits(&mut self, positions: Range<usize>) -> Result<()> {
-        self.chunks.logits(&positions, &self.arguments(&positions))?;
+    fn first_product(&mut self, positions: Range<usize>) -> Result<()> {
+        self.chunks.compute_logits(&positions, self.arguments(&positions))?;
         match &self.targets {
             DeviceTargets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
             _ => Ok(()),
         }
     }
 
-    fn loss_rows(&mut self, positions: Range<usize>) -> Result<()> {
-        let (gpu, Sizes { vocab, components, .. }) = (self.chunks.gpu, self.chunks.inputs.sizes);
-        let rows = self.chunks.inputs.rows(&positions);
-        let position_blocks = positions.len().div_ceil(BLOCK);
-        let arguments @ [logits, objective, row_values] = self.arguments(&positions);
-        let [position_count, components] = [positions.len(), components].map(|n| Argument::Int(n as i32));
-
-        let DeviceResults { nll, losses, argmax } = &self.results;
-        let [nll, losses, argmax] = [nll, losses, argmax].map(|buffer| buffer.at(positions.start));
-        let [of_nll, of_losses] = [nll, losses].map(Argument::Write);
-        let position_loss = [objective, row_values, of_nll, of_losses, position_count, components];
-        gpu.launch("position_loss", position_blocks, &position_loss)?;
-
-        let soft = if let DeviceTargets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };
-        let log_probs = Argument::Read(self.targets.log_probs().map_or(0, |log_probs| log_probs.at(0)));
-        let scored = match &self.targets {
-            DeviceTargets::Scored(scores) => scores.argument(&positions),
-            _ => arguments::ScoredArgument::default(),
-        };
-        let scored_values = Argument::Scored(scored);
-        if soft.is_some() || self.objective.terms.correct {
-            let to = soft.map(|log_probs| (log_probs, 0, self.chunks.stride));
-            let argmax = if self.objective.terms.correct { argmax } else { 0 };
-            self.chunks.mix(&positions, &arguments, Mixed { log_probs: to, losses, argmax })?;
-        }
-        if soft.is_some() || matches!(self.targets, DeviceTargets::Scored(_)) {
-            let arguments = [logits, objective, row_values, scored_values, log_probs];
-            gpu.launch("row_soft_mass", rows.len(), &arguments)?;
-        }
+    fn objective(&mut self, positions: Range<usize>) -> Result<()> {
+        self.target_losses(&positions)?;
+        self.soft_losses(&positions)?;
         let Some(gradients) = &self.gradients else { return Ok(()) };
-        let own = gradients.own.as_ref().map_or(0, |own| own.at(rows.start));
-        let [log_priors, own] = [gradients.log_priors.at(rows.start), own].map(Argument::Write);
-        let arguments = [objective, row_values, log_priors, own, position_count, components];
-        gpu.launch("position_scales", position_blocks, &arguments)?;
-        let matrix_of_logits = gradients.logit_matrix(&self.chunks);
-        let kernel = format!("row_gradient_{}", matrix_of_logits.dtype.as_str());
-        let to = Argument::Write(matrix_of_logits.address);
-        gpu.launch(&kernel, rows.len(), &[logits, objective, row_values, scored_values, log_probs, to])?;
-
-        let Some(bias) = &gradients.bias else { return Ok(()) };
-        gpu.multiply(&DeviceProduct {
-            m: vocab,
-            n: 1,
-            k: rows.len(),
-            lhs: DeviceMatrix { transposed: true, ..matrix_of_logits },
-            rhs: matrix(&bias.ones, 0, 1),
-            out: bias.sum.at(0),
-            out_stride: 1,
-            alpha: self.objective.alpha(),
-            accumulate: positions.start > 0,
-        })
+        self.row_gradients(&positions, gradients)?;
+        match &gradients.bias {
+            Some(bias) => self.bias_gradient(&positions, gradients.logit_matrix(&self.chunks), bias),
+            None => Ok(()),
+        }
     }
 
     fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let Chunks { gpu, inputs, .. } = &self.chunks;
         let Some(gradients) = &self.gradients else { return Ok(()) };
         let rows = inputs.rows(&positions);
-        for (part, gradient) in inputs.parts.iter().zip(&gradients.parts) {
+        for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
             let Some(contexts) = &gradient.contexts else { continue };
             gpu.multiply(&DeviceProduct {
                 m: rows.len(),
-                n: part.width,
+                n: columns.width,
                 k: inputs.sizes.vocab,
                 lhs: gradients.logit_matrix(&self.chunks),
-                rhs: part.decoder(false),
-                out: contexts.at(rows.start * part.width),
-                out_stride: part.width,
+                rhs: columns.decoder(false),
+                out: contexts.at(rows.start * columns.width),
+                out_stride: columns.width,
                 alpha: self.objective.alpha(),
-                accumulate: false,
+                accumulates: false,
             })?;
         }
         Ok(())
@@ -270,19 +358,19 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let Chunks { gpu, inputs, .. } = &self.chunks;
         let Some(gradients) = &self.gradients else { return Ok(()) };
         let rows = inputs.rows(&positions);
-        for (part, gradient) in inputs.parts.iter().zip(&gradients.parts) {
+        for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
             let Some(decoder) = &gradient.decoder else { continue };
             gpu.multiply(&DeviceProduct {
                 m: inputs.sizes.vocab,
-                n: part.width,
+                n: columns.width,
                 k: rows.len(),
-                lhs: DeviceMatrix { transposed: true, ..gradients.logit_matrix(&self.chunks) },
-                rhs: matrix(&part.contexts, rows.start, part.width),
+                lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
+                rhs: matrix(&columns.contexts, rows.start, columns.width),
                 out: decoder.at(0),
-                out_stride: part.width,
+                out_stride: columns.width,
                 alpha: self.objective.alpha(),
-                // Otherwise the first chunk overwrites.
-                accumulate: positions.start > 0 || gradient.has_so_far,
+                // If it does not accumulate, the first chunk overwrites.
+                accumulates: positions.start > 0 || gradient.has_so_far,
             })?;
         }
         Ok(())

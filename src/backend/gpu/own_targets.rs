@@ -1,4 +1,5 @@
-//! The targets of a sampled softmax on a GPU: their logits and gradients, by candle's operations around the kernels.
+//! The own targets of a sampled softmax on a GPU: candle's operations compute their logits before the kernels, and what
+//! their logits add to the gradients after them.
 
 use candle_core::{DType, Tensor};
 
@@ -7,9 +8,9 @@ use crate::backend::objective::TargetLoss;
 use crate::backend::operands::Operands;
 use crate::error::Result;
 
-/// Targets that are entries of their own ([`TargetLoss::own_shifts`]).
+/// Targets that are entries of their own beside the vocabulary ([`TargetLoss::own_shifts`]).
 pub(super) struct OwnTargets {
-    /// `[positions]`, u32: the row of the weight; zero where the target is ignored
+    /// `[positions]`, u32: the row of the weight; zero where the target is ignored.
     rows: Tensor,
     /// `[positions, d]`, f32: the decoder's rows of the targets
     decoder: Tensor,
@@ -18,6 +19,7 @@ pub(super) struct OwnTargets {
 }
 
 impl OwnTargets {
+    /// The own targets of a loss, if it has any.
     pub(super) fn new(operands: &Operands, loss: &TargetLoss) -> Result<Option<Self>> {
         let Some(shifts) = &loss.own_shifts else { return Ok(None) };
         let rows = loss.targets.to_dtype(DType::I64)?.maximum(0i64)?.to_dtype(DType::U32)?;
@@ -31,25 +33,32 @@ impl OwnTargets {
         Ok(Some(OwnTargets { rows, decoder, logits }))
     }
 
-    /// Adds to the operands' gradients what follows from `of_logits`, the gradient of these logits `[positions, K]`.
-    /// The weight and the bias get their rows behind the vocabulary.
-    pub(super) fn add_to(&self, gradients: Gradients, of_logits: &Tensor, operands: &Operands) -> Result<Gradients> {
-        let of_products = (of_logits * operands.logit_scale)?;
+    /// Adds to the operands' gradients what follows from the gradient of these logits, `[positions, K]`. The gradients
+    /// of weight and bias get the rows behind the vocabulary.
+    pub(super) fn add_to(
+        &self,
+        gradients: Gradients,
+        logit_gradient: &Tensor,
+        operands: &Operands,
+    ) -> Result<Gradients> {
+        let product_gradient = (logit_gradient * operands.logit_scale)?;
         let contexts = match gradients.contexts {
-            Some(found) => Some((found + of_products.unsqueeze(2)?.broadcast_mul(&self.decoder.unsqueeze(1)?)?)?),
+            Some(found) => Some((found + product_gradient.unsqueeze(2)?.broadcast_mul(&self.decoder.unsqueeze(1)?)?)?),
             None => None,
         };
         let behind = operands.weight_rows()? - operands.sizes.vocab;
         let weight = match gradients.weight {
             Some(found) => {
                 let contexts = operands.contexts.to_dtype(DType::F32)?;
-                let of_rows = contexts.broadcast_mul(&of_products.unsqueeze(2)?)?.sum(1)?;
-                Some(found.pad_with_zeros(0, 0, behind)?.index_add(&self.rows, &of_rows, 0)?)
+                let row_gradients = contexts.broadcast_mul(&product_gradient.unsqueeze(2)?)?.sum(1)?;
+                Some(found.pad_with_zeros(0, 0, behind)?.index_add(&self.rows, &row_gradients, 0)?)
             }
             None => None,
         };
         let bias = match gradients.bias {
-            Some(found) => Some(found.pad_with_zeros(0, 0, behind)?.index_add(&self.rows, &of_products.sum(1)?, 0)?),
+            Some(found) => {
+                Some(found.pad_with_zeros(0, 0, behind)?.index_add(&self.rows, &product_gradient.sum(1)?, 0)?)
+            }
             None => None,
         };
         Ok(Gradients { contexts, weight, bias, ..gradients })

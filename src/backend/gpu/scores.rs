@@ -2,7 +2,6 @@
 
 use candle_core::{DType, Tensor};
 
-use super::arguments::ObjectiveArgument;
 use super::chunks::Chunks;
 use super::device::Gpu;
 use super::device_scores::DeviceScores;
@@ -15,8 +14,8 @@ use crate::backend::plan::Plan;
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
-/// The scores `[positions, n + 2]`, from the first product; and whether each id is the most probable, `[positions, n]`, if
-/// that is asked for.
+/// Computes the scores `[positions, n + 2]` from the first product, and whether each candidate is the most probable id,
+/// `[positions, n]`, if that is needed.
 pub(super) fn scores<G: Gpu>(
     gpu: &G,
     operands: &Operands,
@@ -24,17 +23,17 @@ pub(super) fn scores<G: Gpu>(
     plan: &Plan,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let chunks = Chunks::new(gpu, operands, plan)?;
-    let rows = DeviceScores::new(&chunks, scored)?;
+    let scores = DeviceScores::new(&chunks, scored)?;
     for positions in plan.chunks() {
-        let arguments = chunks.arguments(&positions, ObjectiveArgument::default(), None);
-        chunks.logits(&positions, &arguments)?;
-        rows.compute(&chunks, &positions, &arguments)?;
+        let arguments = chunks.arguments(&positions);
+        chunks.compute_logits(&positions, arguments)?;
+        scores.compute(&chunks, &positions, arguments)?;
     }
     let positions = operands.sizes.positions;
-    Ok((rows.rows(0..positions)?, rows.are_argmax(positions)?))
+    Ok((scores.scores(0..positions)?, scores.are_argmax(positions)?))
 }
 
-/// A loss and its gradients. Nothing waits for the device, unless `terms` do.
+/// Computes a loss that is a function of scores, and its gradients. Nothing waits for the device, unless `terms` do.
 pub(super) fn score_loss<G: Gpu>(
     gpu: &G,
     operands: &Operands,
@@ -44,20 +43,20 @@ pub(super) fn score_loss<G: Gpu>(
     plan: &Plan,
 ) -> Result<LossResults> {
     let chunks = Chunks::new(gpu, operands, plan)?;
-    let rows = DeviceScores::new(&chunks, scored)?;
-    let objective = DeviceObjective::of_scores(gpu, scored, operands)?;
-    let mut loss = LossChunks::new(chunks, objective, DeviceTargets::Scored(&rows), None, needs_grad)?;
+    let scores = DeviceScores::new(&chunks, scored)?;
+    let objective = DeviceObjective::from_scores(gpu, scored, operands)?;
+    let mut loss = LossChunks::new(chunks, objective, DeviceTargets::Scored(&scores), None, needs_grad)?;
     let mut values = Vec::new();
     for positions in plan.chunks() {
-        loss.logits(positions.clone())?;
-        rows.compute(&loss.chunks, &positions, &loss.arguments(&positions))?;
-        let (of_chunk, upstream) = terms(positions.clone(), &rows.rows(positions.clone())?)?;
-        values.push(of_chunk);
+        loss.first_product(positions.clone())?;
+        scores.compute(&loss.chunks, &positions, loss.arguments(&positions))?;
+        let (chunk_values, upstream) = terms(positions.clone(), &scores.scores(positions.clone())?)?;
+        values.push(chunk_values);
         if needs_grad.any() {
-            let magnitudes = rows.take_upstream(&loss.chunks, &positions, upstream, &loss.objective)?;
-            loss.objective.normalize(gpu, &magnitudes, operands)?;
-            loss.loss_rows(positions.clone())?;
-            loss.gradients_of_rows(positions, needs_grad)?;
+            let mass_bounds = scores.take_upstream(&loss.chunks, &positions, upstream, &loss.objective)?;
+            loss.objective.normalize(gpu, &mass_bounds, operands)?;
+            loss.objective(positions.clone())?;
+            loss.chunk_gradients(positions, needs_grad)?;
         }
     }
     let (positions, device) = (operands.sizes.positions, operands.contexts.device());
@@ -68,7 +67,7 @@ pub(super) fn score_loss<G: Gpu>(
         _ => {
             let objective = Tensor::cat(&values, 0)?;
             let sum = objective.sum_all()?;
-            (objective, rows.rows(0..positions)?.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?, sum)
+            (objective, scores.scores(0..positions)?.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?, sum)
         }
     };
     let count = Tensor::full(positions as f32, (), device)?;

@@ -1,4 +1,4 @@
-//! The targets of a loss on a GPU whose vocabulary ranks share.
+//! The targets of a loss on a GPU if ranks share the vocabulary.
 
 use crate::backend::contract::Gradients;
 use crate::backend::objective::TargetLoss;
@@ -6,15 +6,15 @@ use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 
-/// Targets that are ids of all ranks ([`TargetLoss::shard`]).
+/// Targets that may be ids of any rank ([`TargetLoss::shard`]).
 pub(super) struct SharedTargets<'a> {
     pub(super) shard: &'a VocabShard,
-    /// `[positions]`: the rank that has the target; `None` where it is ignored
+    /// `[positions]`: the rank that has the target; `None` where the target is ignored.
     pub(super) owners: Vec<Option<usize>>,
 }
 
 impl<'a> SharedTargets<'a> {
-    /// Waits for the device.
+    /// The targets of a loss whose vocabulary ranks share; `None` for others. Waits for the device.
     pub(super) fn new(loss: &'a TargetLoss) -> Result<Option<Self>> {
         let Some(shard) = &loss.shard else { return Ok(None) };
         let ids = read_ids("targets", &loss.targets, loss.ignore_index, shard.vocab_size())?;
@@ -22,10 +22,10 @@ impl<'a> SharedTargets<'a> {
     }
 }
 
-/// Adds up the contexts' gradient over the ranks: each has the part of its ids.
-pub(super) fn of_all_ranks(shard: &VocabShard, gradients: Gradients) -> Result<Gradients> {
+/// Adds up the gradient of the contexts over the ranks, each of which has what follows from its own ids.
+pub(super) fn sum_context_gradients(shard: &VocabShard, gradients: Gradients) -> Result<Gradients> {
     let contexts = match gradients.contexts {
-        Some(of_rank) if of_rank.elem_count() > 0 => Some(shard.collectives().all_reduce_sum_tensor(&of_rank)?),
+        Some(contexts) if contexts.elem_count() > 0 => Some(shard.collectives().all_reduce_sum_tensor(&contexts)?),
         contexts => contexts,
     };
     Ok(Gradients { contexts, ..gradients })

@@ -1,5 +1,5 @@
 //! The GPU backends on an emulated GPU: the kernels of each language are compiled for the host (`tests/gpu_host`), and
-//! products are plain loops. This does not test a GPU's matrix library, compiler, exp, log and speed.
+//! products are plain loops. These tests say nothing about a GPU's matrix library, compiler, exp, log and speed.
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint, c_void, CString};
@@ -12,6 +12,7 @@ use half::{bf16, f16};
 
 use super::arguments::Argument;
 use super::device::{DeviceMatrix, DeviceProduct, Gpu, GpuKind};
+use super::kernels::HEADERS;
 use crate::backend::cuda;
 use crate::backend::metal;
 use crate::backend::metal::arguments::{bindings, Binding};
@@ -31,14 +32,20 @@ pub(super) enum Language {
 pub(super) const LANGUAGES: [Language; 2] = [Language::Cuda, Language::Metal];
 
 impl Language {
-    fn files(self) -> [(&'static str, &'static str); 2] {
-        let own = match self {
+    /// The name and the text of the file that includes the headers of the kernels.
+    fn source(self) -> (&'static str, &'static str) {
+        match self {
             Language::Cuda => ("mixture.cu", include_str!("../cuda/mixture.cu")),
             Language::Metal => ("mixture.metal", include_str!("../metal/mixture.metal")),
-        };
-        [own, ("rows.h", include_str!("rows.h"))]
+        }
     }
 
+    /// The names and texts of the source and of the headers.
+    fn files(self) -> impl Iterator<Item = (&'static str, &'static str)> {
+        std::iter::once(self.source()).chain(HEADERS)
+    }
+
+    /// The properties of the GPUs that have this language.
     pub(super) fn kind(self) -> &'static GpuKind {
         match self {
             Language::Cuda => &cuda::kind::KIND,
@@ -58,11 +65,11 @@ pub(super) struct EmulatedGpu {
 }
 
 impl EmulatedGpu {
-    /// `None` without a C++ compiler.
+    /// An emulated GPU with the kernels in a language; `None` without a C++ compiler.
     pub(super) fn new(language: Language) -> Option<Self> {
         static LAUNCH: [OnceLock<Option<Mutex<Launch>>>; 2] = [const { OnceLock::new() }; 2];
         let launch = LAUNCH[language as usize].get_or_init(|| compile(language, None).map(Mutex::new)).as_ref()?;
-        Some(Self::with(language, launch))
+        Some(Self::with_kernels(language, launch))
     }
 
     /// An emulated GPU for each language; none without a C++ compiler.
@@ -70,7 +77,8 @@ impl EmulatedGpu {
         LANGUAGES.into_iter().filter_map(Self::new)
     }
 
-    fn with(language: Language, launch: &'static Mutex<Launch>) -> Self {
+    /// An emulated GPU with these kernels.
+    fn with_kernels(language: Language, launch: &'static Mutex<Launch>) -> Self {
         EmulatedGpu { language, launch, scratch: ProductBuffers::default(), copies: RefCell::default() }
     }
 
@@ -82,7 +90,7 @@ impl EmulatedGpu {
     /// An emulated GPU whose kernels have one text replaced by another.
     pub(super) fn mutant(language: Language, text: &str, replacement: &str) -> Option<Self> {
         let launch = compile(language, Some((text, replacement)))?;
-        Some(Self::with(language, Box::leak(Box::new(Mutex::new(launch)))))
+        Some(Self::with_kernels(language, Box::leak(Box::new(Mutex::new(launch)))))
     }
 }
 
@@ -96,6 +104,8 @@ struct Guarded {
 const PAGE: usize = 4096;
 
 impl Guarded {
+    /// Copies `bytes` bytes.
+    ///
     /// # Safety
     ///
     /// `original` must be valid for reads and writes of `bytes` bytes as long as the copy lives.
@@ -113,15 +123,18 @@ impl Guarded {
         }
     }
 
+    /// The first byte of the copy.
     fn first(&self) -> *mut u8 {
         // SAFETY: the offset is within the pages.
         unsafe { self.pages.add(PAGE + self.bytes.next_multiple_of(PAGE) - self.bytes) }
     }
 
+    /// The end of the original.
     fn end(&self) -> *mut u8 {
         self.original.wrapping_add(self.bytes)
     }
 
+    /// Copies the bytes back to the original.
     fn write_back(&self) {
         // SAFETY: as in `new`; nothing else reads or writes the tensor during a launch.
         unsafe { std::ptr::copy_nonoverlapping(self.first(), self.original, self.bytes) }
@@ -147,11 +160,11 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
     let folder = std::env::temp_dir().join(format!("mos-head-{language:?}-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     if let Some((from, _)) = change {
-        let count: usize = language.files().iter().map(|(_, text)| text.matches(from).count()).sum();
+        let count: usize = language.files().map(|(_, text)| text.matches(from).count()).sum();
         assert_eq!(count, 1, "{from} must occur exactly once");
     }
     for (name, text) in language.files() {
-        let text = text.replace("../gpu/rows.h", "rows.h");
+        let text = text.replace("../gpu/kernels/", "");
         let text = change.map_or(text.clone(), |(from, to)| text.replace(from, to));
         std::fs::write(folder.join(name), text).unwrap();
     }
@@ -254,18 +267,18 @@ impl Gpu for EmulatedGpu {
 
 /// The pointer to an argument's value that a CUDA launch takes, and the bytes of the value.
 fn value_of(argument: &mut Argument) -> (*mut c_void, usize) {
-    fn of<T>(value: &mut T) -> (*mut c_void, usize) {
+    fn pointer<T>(value: &mut T) -> (*mut c_void, usize) {
         ((value as *mut T).cast(), size_of::<T>())
     }
     match argument {
-        Argument::Logits(x) => of(x),
-        Argument::Objective(x) => of(x),
-        Argument::Rows(x) => of(x),
-        Argument::Scored(x) => of(x),
-        Argument::Read(x) | Argument::Write(x) => of(x),
-        Argument::Int(x) => of(x),
-        Argument::Long(x) => of(x),
-        Argument::Float(x) => of(x),
+        Argument::Logits(x) => pointer(x),
+        Argument::Objective(x) => pointer(x),
+        Argument::Rows(x) => pointer(x),
+        Argument::Scored(x) => pointer(x),
+        Argument::Read(x) | Argument::Write(x) => pointer(x),
+        Argument::Int(x) => pointer(x),
+        Argument::Long(x) => pointer(x),
+        Argument::Float(x) => pointer(x),
     }
 }
 
@@ -284,12 +297,12 @@ impl F32Products for EmulatedGpu {
         self.multiply_on_host(product)
     }
 
-    /// Small matrices have several tiles of this size.
-    fn tile(&self) -> usize {
+    /// So few that small matrices have several tiles.
+    fn most_tile_elements(&self) -> usize {
         40
     }
 
-    fn terms(&self) -> usize {
+    fn most_summands(&self) -> usize {
         16
     }
 
@@ -303,19 +316,20 @@ impl F32Products for EmulatedGpu {
 }
 
 impl EmulatedGpu {
+    /// Computes a product by plain loops.
     fn multiply_on_host(&self, p: &DeviceProduct) -> Result<()> {
         assert_eq!(p.lhs.dtype, p.rhs.dtype);
         assert!(p.k > 0, "sums without terms: {p:?}");
         let alpha = p.alpha.map_or(1.0, |alpha| read(alpha, 0, DType::F32));
         let at = |matrix: &DeviceMatrix, row: usize, column: usize| {
-            let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };
+            let (row, column) = if matrix.is_transposed { (column, row) } else { (row, column) };
             read(matrix.address, row * matrix.stride + column, matrix.dtype)
         };
         for i in 0..p.m {
             for j in 0..p.n {
                 let sum: f32 = (0..p.k).map(|l| at(&p.lhs, i, l) * at(&p.rhs, l, j)).sum();
                 let index = i * p.out_stride + j;
-                let before = if p.accumulate { read(p.out, index, DType::F32) } else { 0.0 };
+                let before = if p.accumulates { read(p.out, index, DType::F32) } else { 0.0 };
                 // SAFETY: the product's matrices are in tensors of the chunks.
                 unsafe { *(p.out as *mut f32).add(index) = alpha * sum + before };
             }
@@ -325,6 +339,7 @@ impl EmulatedGpu {
     }
 }
 
+/// Reads an element of a tensor of this dtype.
 fn read(address: u64, index: usize, dtype: DType) -> f32 {
     // SAFETY: the address and index name an element of a tensor of this dtype.
     unsafe {
@@ -339,5 +354,6 @@ fn read(address: u64, index: usize, dtype: DType) -> f32 {
 mod case;
 mod log_prob_terms;
 mod mutants;
+mod parameters;
 mod scores;
 mod tests;

@@ -2,20 +2,21 @@
 
 use crate::backend::gpu::arguments::Argument;
 
-/// The binding of one parameter of a kernel.
+/// What is bound to one parameter of a kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::backend) enum Binding {
-    /// The address of memory that the kernel reads
+    /// The address of memory that the kernel reads.
     Read(u64),
-    /// The address of memory that the kernel writes and may also read
+    /// The address of memory that the kernel writes and may also read.
     Write(u64),
-    /// No memory; the bits of the kernel's last parameter say so
+    /// No memory, as the bits of the kernel's last parameter say.
     Absent,
-    /// The bytes of a number or a structure of numbers
+    /// The bytes of a number or of a structure of numbers.
     Bytes(Vec<u8>),
 }
 
-/// The bindings of all parameters of a kernel with these arguments.
+/// Returns the bindings of all parameters of a kernel with these arguments. The last one has a bit for each of the
+/// others, which says whether the parameter is present.
 pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
     let read = |address| if address == 0 { Binding::Absent } else { Binding::Read(address) };
     let write = |address| if address == 0 { Binding::Absent } else { Binding::Write(address) };
@@ -43,11 +44,11 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
             ]),
             Argument::Rows(x) => {
                 let count = numbers(&[&x.count.to_ne_bytes()]);
-                bindings.extend([read(x.log_priors), read(x.own), write(x.numbers), count])
+                bindings.extend([read(x.log_priors), read(x.own_logits), write(x.values), count])
             }
             Argument::Scored(x) => bindings.extend([
-                read(x.ids),
-                write(x.numbers),
+                read(x.candidates),
+                write(x.values),
                 numbers(&[
                     &x.stride.to_ne_bytes(),
                     &x.power.to_ne_bytes(),
@@ -68,7 +69,7 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
     bindings
 }
 
-/// The bytes of a number, or of a structure of numbers, padded to its alignment of eight bytes.
+/// Binds the bytes of a number, or of a structure of numbers, padded to its alignment of eight bytes.
 fn numbers(parts: &[&[u8]]) -> Binding {
     let mut bytes = parts.concat();
     if parts.len() > 1 {

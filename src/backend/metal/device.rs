@@ -33,6 +33,7 @@ pub(in crate::backend) struct Metal {
 const OFFSET_BITS: u32 = 40;
 
 impl Metal {
+    /// The buffers of a new mixture on this device.
     pub(in crate::backend) fn from_device(device: &Device) -> Result<Self> {
         match device {
             Device::Metal(device) => {
@@ -42,6 +43,7 @@ impl Metal {
         }
     }
 
+    /// The buffer of an address, and the byte offset within it.
     fn buffer(&self, address: u64) -> (Buffer, usize) {
         let index = (address >> OFFSET_BITS) as usize;
         (self.buffers.borrow()[index - 1].clone(), (address & ((1 << OFFSET_BITS) - 1)) as usize)
@@ -69,6 +71,7 @@ impl Metal {
         Ok(pipeline)
     }
 
+    /// Compiles the kernels, with safe math.
     fn compile(&self) -> Result<Library> {
         let device = self.device.metal_device().as_ref();
         // The first family with SIMD-group matrices, which candle's products use.
@@ -87,6 +90,7 @@ impl Metal {
     }
 }
 
+/// The error of a device that is not an Apple GPU, or too old a one.
 fn wrong_device(got: String) -> Error {
     Error::Device { argument: "hidden", expected: "Metal on an Apple GPU, M1 or A14 or later".into(), got }
 }
@@ -145,6 +149,7 @@ impl Gpu for Metal {
     }
 }
 
+/// A size of two dimensions.
 fn size(width: usize, height: usize) -> MTLSize {
     MTLSize { width, height, depth: 1 }
 }
@@ -166,6 +171,25 @@ struct GemmParams {
     batch_dimensions: i32,
 }
 
+impl GemmParams {
+    fn new(product: &DeviceProduct, tiling: &GemmTiling) -> Self {
+        GemmParams {
+            m: product.m as i32,
+            n: product.n as i32,
+            k: product.k as i32,
+            lhs_stride: product.lhs.stride as i32,
+            rhs_stride: product.rhs.stride as i32,
+            out_stride: product.out_stride as i32,
+            tiles_n: product.n.div_ceil(tiling.columns) as i32,
+            tiles_m: product.m.div_ceil(tiling.rows) as i32,
+            batch_strides: [0; 3],
+            swizzle_log: 0,
+            whole_steps: (product.k / tiling.step) as i32,
+            batch_dimensions: 1,
+        }
+    }
+}
+
 /// `GEMMAddMMParams` of candle's `mlx_gemm.metal`: how the matrix C is added to the product.
 #[repr(C)]
 struct Addition {
@@ -176,83 +200,86 @@ struct Addition {
     beta: f32,
 }
 
-/// The tiling of a product by candle's kernel: rows, columns and terms of a tile, and the warps along rows and columns.
+/// The tiling of a product by candle's kernel: a threadgroup computes a tile of the result, step by step over the inner
+/// dimension.
 struct GemmTiling {
     rows: usize,
     columns: usize,
-    terms: usize,
-    warps: (usize, usize),
+    /// The terms that each step adds to the sums.
+    step: usize,
+    warps_along_rows: usize,
+    warps_along_columns: usize,
 }
 
 impl Metal {
     /// One of the tilings that candle's kernel is compiled for, chosen as candle does for f32.
-    fn tiles(&self, p: &DeviceProduct) -> GemmTiling {
-        let by_transposed = !p.lhs.transposed && p.rhs.transposed;
-        let is_large = p.m * p.n >= 1 << 20;
-        let (rows, columns, terms, warps) = match self.device.metal_device().device_type() {
-            _ if p.m < 16 || p.n < 16 => (32, 32, 16, (2, 2)),
-            MetalDeviceType::Phone | MetalDeviceType::BasePro if by_transposed => (64, 32, 32, (2, 2)),
-            MetalDeviceType::Phone | MetalDeviceType::BasePro => (64, 64, 16, (2, 2)),
-            _ if is_large => (64, 64, 16, (2, 2)),
-            _ if by_transposed => (32, 64, 16, (1, 2)),
-            _ => (64, 32, 32, (2, 2)),
-        };
-        GemmTiling { rows, columns, terms, warps }
+    fn tiling(&self, product: &DeviceProduct) -> GemmTiling {
+        let is_by_transposed = !product.lhs.is_transposed && product.rhs.is_transposed;
+        let is_large = product.m * product.n >= 1 << 20;
+        let (rows, columns, step, warps_along_rows, warps_along_columns) =
+            match self.device.metal_device().device_type() {
+                _ if product.m < 16 || product.n < 16 => (32, 32, 16, 2, 2),
+                MetalDeviceType::Phone | MetalDeviceType::BasePro if is_by_transposed => (64, 32, 32, 2, 2),
+                MetalDeviceType::Phone | MetalDeviceType::BasePro => (64, 64, 16, 2, 2),
+                _ if is_large => (64, 64, 16, 2, 2),
+                _ if is_by_transposed => (32, 64, 16, 1, 2),
+                _ => (64, 32, 32, 2, 2),
+            };
+        GemmTiling { rows, columns, step, warps_along_rows, warps_along_columns }
     }
 
-    /// Computes a product and adds the matrix at the address `addend` if it accumulates. That matrix has the strides of
-    /// the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last tile that
-    /// the result does not have.
-    fn multiply_tiles(&self, p: &DeviceProduct, tiles: &GemmTiling, addend: u64) -> Result<()> {
-        let letter = |matrix: &DeviceMatrix| if matrix.transposed { 't' } else { 'n' };
+    /// candle's kernel for a product with this tiling, compiled once.
+    fn gemm_pipeline(&self, product: &DeviceProduct, tiling: &GemmTiling) -> Result<ComputePipeline> {
+        let letter = |matrix: &DeviceMatrix| if matrix.is_transposed { 't' } else { 'n' };
         let name = format!(
             "gemm_{}{}_f32_{}_{}_{}_{}_{}",
-            letter(&p.lhs),
-            letter(&p.rhs),
-            tiles.rows,
-            tiles.columns,
-            tiles.terms,
-            tiles.warps.0,
-            tiles.warps.1
+            letter(&product.lhs),
+            letter(&product.rhs),
+            tiling.rows,
+            tiling.columns,
+            tiling.step,
+            tiling.warps_along_rows,
+            tiling.warps_along_columns
         );
         let constants = ConstantValues::new(vec![
-            (10, Value::Bool(false)),                              // has_batch
-            (100, Value::Bool(p.accumulate)),                      // use_out_source
-            (110, Value::Bool(false)),                             // do_axpby
-            (200, Value::Bool(p.m.is_multiple_of(tiles.rows))),    // align_M
-            (201, Value::Bool(p.n.is_multiple_of(tiles.columns))), // align_N
-            (202, Value::Bool(p.k.is_multiple_of(tiles.terms))),   // align_K
-            (300, Value::Bool(false)),                             // do_gather
+            (10, Value::Bool(false)),                                     // has_batch
+            (100, Value::Bool(product.accumulates)),                      // use_out_source
+            (110, Value::Bool(false)),                                    // do_axpby
+            (200, Value::Bool(product.m.is_multiple_of(tiling.rows))),    // align_M
+            (201, Value::Bool(product.n.is_multiple_of(tiling.columns))), // align_N
+            (202, Value::Bool(product.k.is_multiple_of(tiling.step))),    // align_K
+            (300, Value::Bool(false)),                                    // do_gather
         ]);
-        let sizes = GemmParams {
-            m: p.m as i32,
-            n: p.n as i32,
-            k: p.k as i32,
-            lhs_stride: p.lhs.stride as i32,
-            rhs_stride: p.rhs.stride as i32,
-            out_stride: p.out_stride as i32,
-            tiles_n: p.n.div_ceil(tiles.columns) as i32,
-            tiles_m: p.m.div_ceil(tiles.rows) as i32,
-            batch_strides: [0; 3],
-            swizzle_log: 0,
-            whole_steps: (p.k / tiles.terms) as i32,
-            batch_dimensions: 1,
-        };
-        let addition =
-            Addition { row_stride: p.out_stride as i32, column_stride: 1, batch_stride: 0, alpha: 1.0, beta: 1.0 };
         let pipeline = self
             .device
             .kernels()
             .load_pipeline_with_constants(self.device.metal_device(), Source::Gemm, name, Some(constants))
             .map_err(candle_core::Error::wrap)?;
-        let [lhs, rhs, addend, out] = [p.lhs.address, p.rhs.address, addend, p.out].map(|address| self.buffer(address));
+        Ok(pipeline)
+    }
+
+    /// Computes a product, and adds the matrix at the address `addend` if the product accumulates. That matrix has the
+    /// strides of the result. Its buffer must hold whole tiles, since candle's kernel also reads the rows of the last
+    /// tile that the result does not have.
+    fn multiply_tiles(&self, product: &DeviceProduct, tiling: &GemmTiling, addend: u64) -> Result<()> {
+        let sizes = GemmParams::new(product, tiling);
+        let addition = Addition {
+            row_stride: product.out_stride as i32,
+            column_stride: 1,
+            batch_stride: 0,
+            alpha: 1.0,
+            beta: 1.0,
+        };
+        let pipeline = self.gemm_pipeline(product, tiling)?;
+        let [lhs, rhs, addend, out] =
+            [product.lhs.address, product.rhs.address, addend, product.out].map(|address| self.buffer(address));
 
         let encoder = self.device.command_encoder()?;
         let encoder: &ComputeCommandEncoder = encoder.as_ref();
         encoder.set_compute_pipeline_state(&pipeline);
         set_param(encoder, 0, Input::with_offset(&lhs.0, lhs.1));
         set_param(encoder, 1, Input::with_offset(&rhs.0, rhs.1));
-        if p.accumulate {
+        if product.accumulates {
             set_param(encoder, 2, Input::with_offset(&addend.0, addend.1));
             encoder.set_bytes(5, &addition);
         }
@@ -263,12 +290,12 @@ impl Metal {
         encoder.set_bytes(7, &[0usize; 2]);
         encoder.dispatch_thread_groups(
             size(sizes.tiles_n as usize, sizes.tiles_m as usize),
-            MTLSize { width: 32, height: tiles.warps.1, depth: tiles.warps.0 },
+            MTLSize { width: 32, height: tiling.warps_along_columns, depth: tiling.warps_along_rows },
         );
         Ok(())
     }
 
-    /// Copies f32 matrices with rows of `stride` elements.
+    /// Copies an f32 matrix with rows of `stride` elements.
     fn copy(&self, from: u64, to: u64, rows: usize, columns: usize, stride: usize) -> Result<()> {
         let [from, to] = [from, to].map(|address| self.buffer(address));
         let encoder = self.device.command_encoder()?;
@@ -292,29 +319,29 @@ impl Metal {
 }
 
 impl F32Products for Metal {
-    fn multiply_f32(&self, p: &DeviceProduct) -> Result<()> {
-        let tiles = self.tiles(p);
+    fn multiply_f32(&self, product: &DeviceProduct) -> Result<()> {
+        let tiling = self.tiling(product);
         let bytes = |elements: usize| elements * DType::F32.size_in_bytes();
-        let (out, offset) = self.buffer(p.out);
-        let whole_tiles = (p.m.next_multiple_of(tiles.rows) - 1) * p.out_stride + p.n;
-        if !p.accumulate || offset + bytes(whole_tiles) <= out.length() {
-            return self.multiply_tiles(p, &tiles, p.out);
+        let (out, offset) = self.buffer(product.out);
+        let whole_tiles = (product.m.next_multiple_of(tiling.rows) - 1) * product.out_stride + product.n;
+        if !product.accumulates || offset + bytes(whole_tiles) <= out.length() {
+            return self.multiply_tiles(product, &tiling, product.out);
         }
         // The buffer ends within the last tile: the rows of this tile are added from a copy in a larger buffer.
-        let before = p.m - p.m % tiles.rows;
-        let before_in_lhs = if p.lhs.transposed { before } else { before * p.lhs.stride };
+        let before = product.m - product.m % tiling.rows;
+        let before_in_lhs = if product.lhs.is_transposed { before } else { before * product.lhs.stride };
         let last = DeviceProduct {
-            m: p.m - before,
-            lhs: DeviceMatrix { address: p.lhs.address + bytes(before_in_lhs) as u64, ..p.lhs },
-            out: p.out + bytes(before * p.out_stride) as u64,
-            ..*p
+            m: product.m - before,
+            lhs: DeviceMatrix { address: product.lhs.address + bytes(before_in_lhs) as u64, ..product.lhs },
+            out: product.out + bytes(before * product.out_stride) as u64,
+            ..*product
         };
-        let copy = self.scratch.last_rows(self, tiles.rows * p.out_stride)?;
+        let copy = self.scratch.last_rows(self, tiling.rows * product.out_stride)?;
         self.copy(last.out, copy, last.m, last.n, last.out_stride)?;
         if before > 0 {
-            self.multiply_tiles(&DeviceProduct { m: before, ..*p }, &tiles, p.out)?;
+            self.multiply_tiles(&DeviceProduct { m: before, ..*product }, &tiling, product.out)?;
         }
-        self.multiply_tiles(&last, &tiles, copy)
+        self.multiply_tiles(&last, &tiling, copy)
     }
 
     fn scratch(&self) -> &ProductBuffers {

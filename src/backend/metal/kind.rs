@@ -2,21 +2,26 @@
 
 use super::f32_products;
 use crate::backend::gpu::device::GpuKind;
+#[cfg(any(feature = "metal", test))]
+use crate::backend::gpu::kernels::HEADERS;
 use crate::backend::plan::Kernels;
 
-/// The source of the kernels.
+/// Returns the source of the kernels, with the headers in place of the lines that include them.
 #[cfg(any(feature = "metal", test))]
 pub(in crate::backend) fn source() -> String {
-    include_str!("mixture.metal").replace(r#"#include "../gpu/rows.h""#, include_str!("../gpu/rows.h"))
+    let include = |source: String, (name, text): &(&str, &str)| {
+        source.replace(&format!("#include \"../gpu/kernels/{name}\""), text)
+    };
+    HEADERS.iter().fold(include_str!("mixture.metal").to_owned(), include)
 }
 
-/// Products are in f32. candle rounds allocations up to a power of two.
+/// The properties of Metal. Products are in f32. candle rounds allocations up to a power of two.
 pub(in crate::backend) const KIND: GpuKind = GpuKind {
     kernels: Kernels::Metal,
-    f32_gradient: true,
+    needs_f32_gradient: true,
     reads_transposed: false,
-    product_bytes: f32_products::bytes,
-    allocated: 2,
-    default_rows: 512,
-    default_bytes: 256 << 20,
+    product_bytes: f32_products::product_bytes,
+    allocation_factor: 2,
+    least_default_rows: 512,
+    most_default_bytes: 256 << 20,
 };

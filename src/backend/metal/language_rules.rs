@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use super::kind::source;
 
-/// The errors in a source, or `None` without clang.
+/// Returns the errors in a source, or `None` without clang.
 fn errors(text: &str) -> Option<String> {
     let check = |more: &[&str]| {
         let headers = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu_host/language_rules");
@@ -34,8 +34,8 @@ fn errors(text: &str) -> Option<String> {
     if !output.status.success() {
         return Some(String::from_utf8_lossy(&output.stderr).into());
     }
-    // A pointer or reference without an address space is generic in OpenCL, but an error in Metal. The compiler's own
-    // declarations have no name.
+    // A pointer or reference without an address space is generic in OpenCL, but an error in Metal. Only the compiler's
+    // own declarations have no name.
     let tree = check(&["-Xclang", "-ast-dump", "-fno-color-diagnostics"])?;
     let tree = String::from_utf8_lossy(&tree.stdout);
     let is_generic = |line: &&str| {
@@ -74,19 +74,19 @@ fn what_the_language_forbids_is_caught() {
         ("FUNCTION GLOBAL float &mass(i64 row)", "FUNCTION float &mass(i64 row)"),
         ("device float *to, int count", "float *to, int count"),
         // A wrong address space
-        ("uint tid, SHARED X *of_warps", "uint tid, GLOBAL X *of_warps"),
+        ("uint tid, SHARED X *warp_values", "uint tid, GLOBAL X *warp_values"),
         (
             "GLOBAL const float *row = logits.z + r * logits.stride;\n    const int id",
             "LOCAL const float *row = logits.z + r * logits.stride;\n    const int id",
         ),
-        ("constant i64 &row_numbers", "i64 &row_numbers"),
+        ("device float *row_values, constant i64 &row_count", "device float *row_values, i64 &row_count"),
         // Threadgroup memory outside a kernel
         (
             "const i64 r = block;\n    GLOBAL",
             "threadgroup float mine[4]; const i64 r = block + (i64)mine[0];\n    GLOBAL",
         ),
         // A type and functions that the language does not have
-        ("float of_position = weighted", "double of_position = weighted"),
+        ("float target_loss = weighted", "double target_loss = weighted"),
         ("return precise::log(x);", "return logf(x);"),
         ("sums[j] += x * widened", "printf(\"\"); sums[j] += x * widened"),
     ];

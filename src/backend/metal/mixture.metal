@@ -1,8 +1,10 @@
-// mos-head: the Metal kernels of the mixture: the functions of gpu/rows.h under the names that the host launches, and
-// the kernels for products of half-precision operands.
+// mos-head: the Metal kernels of the mixture: the functions of gpu/kernels under the names that the host launches, and
+// the kernels for products of half-precision operands. The parameters of each are the fields of its structure in
+// gpu/kernels.rs (or metal/f32_products.rs), in their order, where LOGITS, OBJECTIVE, ROWS and SCORED stand for the
+// parameters that metal/arguments.rs binds for one such argument.
 //
-// The tensors of a kernel are bound one by one, in the order of its parameters; bit n of `present` says whether
-// parameter n is present. Compile with safe math: infinities and NaN are valid inputs.
+// The host binds the parameters one by one, numbered from zero; bit n of `present`, the last one, says whether
+// parameter n is present. The host compiles this with safe math: infinities and NaN are valid inputs.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -36,7 +38,7 @@ FUNCTION void synchronize() { threadgroup_barrier(mem_flags::mem_threadgroup); }
 
 FUNCTION void store(device float *to, float x) { *to = x; }
 FUNCTION void store(device Half *to, float x) { *to = Half(x); }
-// Rounded to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; a NaN stays one.
 FUNCTION void store(device Brain *to, float x) {
     const uint bits = as_type<uint>(x);
     to->bits = ushort(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
@@ -54,15 +56,22 @@ FUNCTION void store4(device float *to, thread const float *x) {
     *reinterpret_cast<device float4 *>(to) = four;
 }
 
-#include "../gpu/rows.h"
+#include "../gpu/kernels/arguments.h"
+#include "../gpu/kernels/reductions.h"
+#include "../gpu/kernels/loss.h"
+#include "../gpu/kernels/log_probs.h"
+#include "../gpu/kernels/scores.h"
+#include "../gpu/kernels/gradients.h"
+#include "../gpu/kernels/targets.h"
 
-// One thread per element.
+// One thread per element: converts the element to f32.
 template <typename T> FUNCTION void widen(device const T *from, device float *to, int count, uint block, uint tid) {
     const i64 i = (i64)block * BLOCK + tid;
     if (i < count) to[i] = widened(from + i);
 }
 
-// One warp per row of `rhs` [n, k]: its inner products with the rows of `lhs` [m, k], a few at a time, in `out` [m, n].
+// One warp per row of `rhs` [n, k]: computes its inner products with the rows of `lhs` [m, k], a few at a time, in
+// `out` [m, n].
 template <typename T>
 FUNCTION void inner_products(device const T *lhs, device const T *rhs, device float *out, i64 out_stride, int m, int n,
                              int k, uint block, uint tid) {
@@ -90,6 +99,7 @@ FUNCTION void inner_products(device const T *lhs, device const T *rhs, device fl
 
 using namespace functions;
 
+// The numbers of a Logits, of an Objective and of a Scored, in the order in which metal/arguments.rs writes them.
 struct LogitsNumbers {
     i64 stride;
     float scale;
@@ -99,9 +109,8 @@ struct LogitsNumbers {
 };
 struct ObjectiveNumbers {
     i64 soft_stride;
-    Terms terms;
+    LossTerms terms;
 };
-
 struct ScoredNumbers {
     i64 stride;
     float power;
@@ -114,37 +123,41 @@ struct ScoredNumbers {
 #endif
 #define INDICES                                                                                                        \
     constant uint &present, uint block [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]
+// The pointer of a parameter, or null if the parameter is absent.
 #define GIVEN(parameter, pointer) (present >> (parameter) & 1 ? pointer : nullptr)
 
-// The parameters that make up a Logits, an Objective, a Rows and a Scored; and these structures, given the index of their first
-// parameter.
-#define LOGITS device const float *z, device const float *bias, constant LogitsNumbers &of_logits
+// The parameters that make up a Logits (3), an Objective (6), a Rows (4) and a Scored (3); and these structures, given
+// the number of their first parameter.
+#define LOGITS device const float *z, device const float *bias, constant LogitsNumbers &logits_numbers
 #define OBJECTIVE                                                                                                      \
     device const int *ids, device const float *hard, device const float *scales, device const float *soft,             \
-        device const float *factor, constant ObjectiveNumbers &of_objective
+        device const float *factor, constant ObjectiveNumbers &objective_numbers
 #define ROWS                                                                                                           \
-    device const float *log_priors, device const float *own, device float *numbers, constant i64 &row_numbers
-#define SCORED device const i64 *candidates, device float *of_candidates, constant ScoredNumbers &of_scored
+    device const float *log_priors, device const float *own_logits, device float *row_values, constant i64 &row_count
+#define SCORED device const i64 *candidates, device float *score_values, constant ScoredNumbers &scored_numbers
 #define LOGITS_AT(first)                                                                                               \
     Logits {                                                                                                           \
-        z, GIVEN(first + 1, bias), of_logits.scale, of_logits.softcap, of_logits.vocab, of_logits.stride,              \
-            of_logits.components                                                                                       \
+        z, GIVEN(first + 1, bias), logits_numbers.scale, logits_numbers.softcap, logits_numbers.vocab,                 \
+            logits_numbers.stride, logits_numbers.components                                                           \
     }
-// Field by field, because no constructor copies a whole struct out of the constant address space.
-#define TERMS(terms) { terms.z_loss, terms.unit }
+// The fields are copied one by one, because no constructor copies a whole structure out of the constant address space.
+#define LOSS_TERMS(terms) { terms.z_loss, terms.unit }
 #define OBJECTIVE_AT(first)                                                                                            \
     Objective {                                                                                                        \
         GIVEN(first, ids), GIVEN(first + 1, hard), GIVEN(first + 2, scales), GIVEN(first + 3, soft),                   \
-            GIVEN(first + 4, factor), of_objective.soft_stride, TERMS(of_objective.terms)                              \
+            GIVEN(first + 4, factor), objective_numbers.soft_stride, LOSS_TERMS(objective_numbers.terms)               \
     }
-#define ROWS_AT(first) Rows { GIVEN(first, log_priors), GIVEN(first + 1, own), numbers, row_numbers }
-// No kernel reads absent candidates.
+#define ROWS_AT(first) Rows { GIVEN(first, log_priors), GIVEN(first + 1, own_logits), row_values, row_count }
+// No kernel reads absent candidates, so that their parameters need no number.
 #define SCORED_GIVEN                                                                                                   \
-    Scored { candidates, of_candidates, of_scored.stride, of_scored.power, of_scored.count, of_scored.needs }
+    Scored {                                                                                                           \
+        candidates, score_values, scored_numbers.stride, scored_numbers.power, scored_numbers.count,                   \
+            scored_numbers.needs                                                                                       \
+    }
 
 KERNEL row_log_sum_exp(LOGITS, OBJECTIVE, ROWS, INDICES) {
-    SHARED_ARRAY(Sum, of_warps, WARPS);
-    functions::row_log_sum_exp(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), block, tid, of_warps);
+    SHARED_ARRAY(Sum, warp_sums, WARPS);
+    functions::row_log_sum_exp(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), block, tid, warp_sums);
 }
 KERNEL position_loss(OBJECTIVE, ROWS, device float *nll, device float *loss, constant int &positions,
                      constant int &components, INDICES) {
@@ -152,62 +165,63 @@ KERNEL position_loss(OBJECTIVE, ROWS, device float *nll, device float *loss, con
 }
 KERNEL top_k(device const float *log_probs, constant i64 &stride, constant int &vocab, constant int &k, device int *ids,
              device float *id_log_probs, INDICES) {
-    SHARED_ARRAY(Largest, of_warps, WARPS);
-    functions::top_k(log_probs, stride, vocab, k, ids, id_log_probs, block, tid, of_warps);
+    SHARED_ARRAY(Largest, warp_largest, WARPS);
+    functions::top_k(log_probs, stride, vocab, k, ids, id_log_probs, block, tid, warp_largest);
 }
 KERNEL position_scores(LOGITS, ROWS, SCORED, device float *log_probs, device float *scores, INDICES) {
-    SHARED_ARRAY(float, of_warps, WARPS);
-    SHARED_ARRAY(Sum, sums_of_warps, WARPS);
-    functions::position_scores(LOGITS_AT(0), ROWS_AT(3), SCORED_GIVEN, log_probs, scores, block, tid, of_warps,
-                               sums_of_warps);
+    SHARED_ARRAY(float, warp_values, WARPS);
+    SHARED_ARRAY(Sum, warp_sums, WARPS);
+    functions::position_scores(LOGITS_AT(0), ROWS_AT(3), SCORED_GIVEN, log_probs, scores, block, tid, warp_values,
+                               warp_sums);
 }
-KERNEL position_masses(SCORED, device const float *scores, device const float *upstream,
-                       device float *scales, device float *magnitudes, constant int &positions, constant int &vocab,
-                       INDICES) {
-    functions::position_masses(SCORED_GIVEN, scores, upstream, scales, magnitudes, positions, vocab, block,
-                               tid);
+KERNEL position_masses(SCORED, device const float *scores, device const float *upstream, device float *scales,
+                       device float *mass_bounds, constant int &positions, constant int &vocab, INDICES) {
+    functions::position_masses(SCORED_GIVEN, scores, upstream, scales, mass_bounds, positions, vocab, block, tid);
 }
 KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_probs, INDICES) {
-    SHARED_ARRAY(float, of_warps, WARPS);
+    SHARED_ARRAY(float, warp_values, WARPS);
     functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs), block, tid,
-                             of_warps);
+                             warp_values);
 }
-KERNEL position_scales(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *own_gradient,
-                       constant int &positions, constant int &components, INDICES) {
-    functions::position_scales(OBJECTIVE_AT(0), ROWS_AT(6), log_prior_gradient, GIVEN(11, own_gradient), positions,
-                               components, block, tid);
-}
-KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_probs, device float *gradient,
-                        INDICES) {
-    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs), gradient,
-                            block, tid);
+KERNEL position_gradients(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *own_gradient,
+                          constant int &positions, constant int &components, INDICES) {
+    functions::position_gradients(OBJECTIVE_AT(0), ROWS_AT(6), log_prior_gradient, GIVEN(11, own_gradient), positions,
+                                  components, block, tid);
 }
 KERNEL position_targets(device const i64 *targets, device const float *position_weights,
-                        device const float *class_weights, constant i64 &ignore_index, constant int &ignores,
+                        device const float *class_weights, constant i64 &ignore_index, constant int &has_ignore_index,
                         constant float &smoothing, device int *ids, device float *hard, device float *weights,
-                        device float *counts, constant int &positions, constant i64 &vocab, constant i64 &first,
-                        constant int &rows, INDICES) {
-    functions::position_targets(targets, GIVEN(1, position_weights), GIVEN(2, class_weights), ignore_index, ignores,
-                                smoothing, ids, hard, weights, counts, positions, vocab, first, rows, block, tid);
+                        device float *counts, constant int &positions, constant i64 &vocab, constant i64 &first_row,
+                        constant int &row_count, INDICES) {
+    functions::position_targets(targets, GIVEN(1, position_weights), GIVEN(2, class_weights), ignore_index,
+                                has_ignore_index, smoothing, ids, hard, weights, counts, positions, vocab, first_row,
+                                row_count, block, tid);
 }
-KERNEL position_weighting(device const float *weights, device const float *upstream,
-                          device const float *largest_upstream, device const float *largest_weight,
-                          device float *scales, constant int &positions, INDICES) {
-    functions::position_weighting(weights, GIVEN(1, upstream), largest_upstream, largest_weight, scales, positions,
-                                  block, tid);
+KERNEL position_gradient_scales(device const float *weights, device const float *upstream,
+                                device const float *common_scale, device const float *largest_weight,
+                                device float *scales, constant int &positions, INDICES) {
+    functions::position_gradient_scales(weights, GIVEN(1, upstream), common_scale, largest_weight, scales, positions,
+                                        block, tid);
 }
 
 #define FOR_TYPE(name, T)                                                                                              \
     KERNEL mixture_log_probs_##name(LOGITS, OBJECTIVE, ROWS, device T *log_probs, constant i64 &out_stride,            \
                                     device float *loss, device int *argmax, INDICES) {                                 \
-        SHARED_ARRAY(float, of_warps, WARPS);                                                                          \
-        SHARED_ARRAY(Largest, largest_of_warps, WARPS);                                                                \
+        SHARED_ARRAY(float, warp_values, WARPS);                                                                       \
+        SHARED_ARRAY(Largest, warp_largest, WARPS);                                                                    \
         functions::mixture_log_probs(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), GIVEN(13, log_probs), out_stride,      \
-                                     GIVEN(15, loss), GIVEN(16, argmax), block, tid, of_warps, largest_of_warps);      \
+                                     GIVEN(15, loss), GIVEN(16, argmax), block, tid, warp_values, warp_largest);       \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)
 FOR_TYPE(bf16, Brain)
+
+// Products take the gradient of the logits in f32, whatever the type of the other operands.
+KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_probs, device float *gradient,
+                        INDICES) {
+    functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs), gradient,
+                            block, tid);
+}
 
 #define FOR_HALF_TYPE(name, T)                                                                                         \
     KERNEL widen_##name(device const T *from, device float *to, constant int &count, INDICES) {                        \

@@ -1,12 +1,13 @@
-//! Draws a token id from logits, with noise of its own for each id.
+//! Draws a token id from logits by the Gumbel-max trick: the id whose sum of logit and noise is the largest. The noise
+//! of an id does not depend on what else is drawn ([`Noise`]).
 
 use rayon::prelude::*;
 
 use super::noise::Noise;
-use super::truncation::kept;
+use super::truncation::find_threshold;
 use crate::backend::distribution::{Computed, TILE};
 use crate::backend::ranking::top_k;
-use crate::decoding::multinomial::{nucleus, TileMasses};
+use crate::decoding::multinomial::{rank_truncation, TileMasses};
 use crate::decoding::Sampling;
 
 /// A token id, and its log-probability under the distribution that it was drawn from.
@@ -15,8 +16,8 @@ pub(super) struct Drawn {
     pub(super) log_prob: f64,
 }
 
-/// Draws from logits that are not NaN, of which one at least is finite. At temperature 1, log-probabilities are their own
-/// distribution.
+/// Draws from logits that are not NaN, of which at least one is finite; `None` if no id can be drawn. If
+/// `are_log_probs`, they are normalised already, which saves a sum at temperature 1.
 pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: Noise) -> Option<Drawn> {
     let temperature = sampling.temperature;
     if temperature == 0.0 {
@@ -26,40 +27,41 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     // large that the noise, which decides among equals, is lost in them.
     let relative = |z: f64, largest: f64| (z - largest) / temperature;
     if sampling.top_k.is_some() {
-        let kept = nucleus(&Computed::new(z), sampling)?;
-        let largest = kept.ids.first()?.0;
-        let ids = kept.ids.iter().map(|&(z, id)| (relative(z, largest), id));
-        let (_, id) = ids.fold(None, |chosen, (z, id)| chosen_of(chosen, z, id, noise))?;
-        let place = kept.ids.iter().position(|kept| kept.1 == id)?;
-        return Some(Drawn { id, log_prob: (kept.masses[place] / kept.masses.iter().sum::<f64>()).ln() });
+        let truncation = rank_truncation(&Computed::new(z), sampling)?;
+        let largest = truncation.ids.first()?.0;
+        let ids = truncation.ids.iter().map(|&(z, id)| (relative(z, largest), id));
+        let (_, id) = ids.fold(None, |leader, (z, id)| larger_with_noise(leader, z, id, noise))?;
+        let place = truncation.ids.iter().position(|ranked| ranked.1 == id)?;
+        let total = truncation.masses.iter().sum::<f64>();
+        return Some(Drawn { id, log_prob: (truncation.masses[place] / total).ln() });
     }
-    let kept = sampling.is_truncated().then(|| kept(z, sampling));
+    let threshold = sampling.is_truncated().then(|| find_threshold(z, sampling));
     let largest = z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max);
-    let is_kept = |z, id| kept.as_ref().is_none_or(|kept| kept.has(z, id));
-    let of_tile = |(tile, z): (usize, &[f64])| {
-        let ids = ((tile * TILE) as u32..).zip(z).filter(|&(id, &z)| is_kept(z, id));
-        ids.fold(None, |chosen, (id, &z)| chosen_of(chosen, relative(z, largest), id, noise))
+    let is_possible = |z, id| threshold.as_ref().is_none_or(|threshold| threshold.admits(z, id));
+    let draw_from_tile = |(tile, z): (usize, &[f64])| {
+        let ids = ((tile * TILE) as u32..).zip(z).filter(|&(id, &z)| is_possible(z, id));
+        ids.fold(None, |leader, (id, &z)| larger_with_noise(leader, relative(z, largest), id, noise))
     };
-    let of_tiles: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(of_tile).collect();
-    let chosen = of_tiles.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a });
-    let (_, id) = chosen?;
-    let of_id = z[id as usize];
-    let log_prob = match kept {
-        Some(kept) => kept.log_prob(of_id),
-        None if are_log_probs && temperature == 1.0 => of_id,
-        None => TileMasses::new(&Computed::new(z), temperature).log_prob(of_id),
+    let tile_draws: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(draw_from_tile).collect();
+    let (_, id) = tile_draws.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a })?;
+    let drawn_z = z[id as usize];
+    let log_prob = match threshold {
+        Some(threshold) => threshold.log_prob(drawn_z),
+        None if are_log_probs && temperature == 1.0 => drawn_z,
+        None => TileMasses::new(&Computed::new(z), temperature).tempered_log_prob(drawn_z),
     };
     Some(Drawn { id, log_prob })
 }
 
-/// The best of the id that is chosen so far and another one, with their sums of logit and noise; of equals the first.
-fn chosen_of(chosen: Option<(f64, u32)>, z: f64, id: u32, noise: Noise) -> Option<(f64, u32)> {
-    if z == f64::NEG_INFINITY || chosen.is_some_and(|(sum, _)| z + noise.bound(id) <= sum) {
-        return chosen;
+/// Returns that of two ids, the leader so far and another one with logit `z`, whose sum of logit and noise is larger,
+/// with this sum. If the sums are equal, it is the leader.
+fn larger_with_noise(leader: Option<(f64, u32)>, z: f64, id: u32, noise: Noise) -> Option<(f64, u32)> {
+    if z == f64::NEG_INFINITY || leader.is_some_and(|(sum, _)| z + noise.bound(id) <= sum) {
+        return leader;
     }
     let sum = z + noise.gumbel(id);
-    match chosen {
-        Some((best, _)) if sum <= best => chosen,
+    match leader {
+        Some((largest, _)) if sum <= largest => leader,
         _ => Some((sum, id)),
     }
 }

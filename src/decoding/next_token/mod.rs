@@ -1,4 +1,7 @@
-//! The next token id of several texts, each with settings of its own, from one read of the decoder.
+//! The next token ids of several texts, each of which has settings of its own, from one read of the decoder.
+//!
+//! [`TokenRequest`] has the settings of one text. The query that answers it collects the log-probabilities of all ids,
+//! changes them by the request's [`Constraints`], and draws an id with noise that is a function of seed, step and id.
 
 mod constraints;
 mod draw;
@@ -20,7 +23,7 @@ pub use constraints::Constraints;
 use draw::draw;
 pub use request::TokenRequest;
 
-/// The next token id of a text, and what its request asks for, from
+/// The next token id of a text, and the other results that its request asks for, from
 /// [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens). Log-probabilities and entropy are in nats.
 ///
 /// # Examples
@@ -50,9 +53,10 @@ pub struct NextToken {
     pub token_id: u32,
     /// Its log-probability under the model.
     pub log_prob: f64,
-    /// Its log-probability under the distribution that it was drawn from: after constraints, temperature and truncation.
+    /// Its log-probability under the distribution that it was drawn from: after constraints, temperature and
+    /// truncation.
     pub sampled_log_prob: f64,
-    /// The most probable token ids under the model and their log-probabilities, as many as asked for; of equals the
+    /// The most probable token ids under the model and their log-probabilities, as many as asked for; among equals the
     /// lowest id comes first.
     pub best: Vec<(u32, f64)>,
     /// The entropy of the model's distribution, if asked for.
@@ -60,8 +64,8 @@ pub struct NextToken {
 }
 
 impl NextToken {
-    /// Draws a token id from each distribution of log-probabilities `[.., vocab]`, for models without an output layer of
-    /// this crate. Constraints change the log-probabilities, not logits.
+    /// Draws a token id from each distribution of log-probabilities `[.., vocab]`, for models without an output layer
+    /// of this crate. Constraints change the log-probabilities, not logits.
     ///
     /// # Shapes
     ///
@@ -69,41 +73,43 @@ impl NextToken {
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens), and [`Error::Value`] if a log-probability is
-    /// above zero by more than rounding, as a logit may be.
+    /// The errors are those of [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens), and [`Error::Value`] if a
+    /// log-probability is above zero by more than rounding, as a logit may be.
     pub fn from_log_probs(log_probs: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
         Self::from_rounded(log_probs, log_probs.dtype(), requests)
     }
 
-    /// The same from log-probabilities that were rounded to a dtype before they were given in another one.
+    /// Draws as [`NextToken::from_log_probs`] does, from log-probabilities that were rounded to the dtype `rounded`
+    /// before they were given in another one.
     pub(crate) fn from_rounded(log_probs: &Tensor, rounded: DType, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
-        let next = Next::new(requests, check_elements("log_probs", leading)?, vocab)?;
-        super::log_probs::visit(log_probs, rounded, &next)
+        let query = NextTokenQuery::new(requests, check_elements("log_probs", leading)?, vocab)?;
+        super::log_probs::visit(log_probs, rounded, &query)
     }
 }
 
 impl Mixture {
-    /// The next token id at each position, as its request says: see
+    /// Draws the next token id at each position as its request says: see
     /// [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
     ///
     /// # Errors
     ///
-    /// As for [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
+    /// The errors are those of [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
     pub fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
         let operands = self.operands();
-        let next = Next::new(requests, operands.sizes.positions, operands.sizes.vocab)?;
-        backend::visit(operands, &next)
+        let query = NextTokenQuery::new(requests, operands.sizes.positions, operands.sizes.vocab)?;
+        backend::visit(operands, &query)
     }
 }
 
-/// A query for the next token id of each position.
-struct Next<'a> {
+/// A query for the next token id of each position, with a request for each.
+struct NextTokenQuery<'a> {
     requests: &'a [&'a TokenRequest],
 }
 
-impl<'a> Next<'a> {
+impl<'a> NextTokenQuery<'a> {
+    /// Checks that there is a request for each position, and each request against the vocabulary.
     fn new(requests: &'a [&'a TokenRequest], positions: usize, vocab: usize) -> Result<Self> {
         if requests.len() != positions {
             return Err(Error::config("requests", format!("one for each of {positions} positions"), requests.len()));
@@ -111,11 +117,11 @@ impl<'a> Next<'a> {
         for (index, request) in requests.iter().enumerate() {
             request.check(vocab).map_err(|error| Error::Request { index, error: Box::new(error) })?;
         }
-        Ok(Next { requests })
+        Ok(NextTokenQuery { requests })
     }
 }
 
-impl Visit for Next<'_> {
+impl Visit for NextTokenQuery<'_> {
     type Output = NextToken;
 
     fn needs_logits(&self) -> bool {
@@ -123,15 +129,15 @@ impl Visit for Next<'_> {
     }
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<NextToken> {
-        let (log_probs, offset) = AllIds.visit(position, distribution)?;
+        let (log_probs, offset) = AllLogProbsQuery.visit(position, distribution)?;
         self.answer(position, &log_probs, offset)
     }
 }
 
-/// A query for the log-probabilities of all ids, and what their logits exceed these by.
-struct AllIds;
+/// A query for the log-probabilities of all ids, and for the offset: its sum with a log-probability is the id's logit.
+struct AllLogProbsQuery;
 
-impl Visit for AllIds {
+impl Visit for AllLogProbsQuery {
     type Output = (Vec<f64>, f64);
 
     fn needs_logits(&self) -> bool {
@@ -140,22 +146,23 @@ impl Visit for AllIds {
 
     fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
         distribution.check(position)?;
-        Ok((of_all_ids(distribution), distribution.logit_offset().map_or(0.0, Real::f64)))
+        Ok((read_all_ids(distribution), distribution.logit_offset().map_or(0.0, Real::f64)))
     }
 }
 
-impl Next<'_> {
-    /// The next token id of a position, from the log-probabilities of all ids and what their logits exceed these by.
+impl NextTokenQuery<'_> {
+    /// Answers the request of a position from the log-probabilities of all ids. The sum of a log-probability and the
+    /// `offset` is the id's logit.
     fn answer(&self, position: usize, log_probs: &[f64], offset: f64) -> Result<NextToken> {
         let request = self.requests[position];
         let best = match request.best {
             0 => Vec::new(),
             n => top_k(&Computed::new(log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
         };
-        let changed = request.constraints.changed(log_probs, offset, &request.history);
+        let changed = request.constraints.apply(log_probs, offset, &request.history);
         let z = changed.as_deref().unwrap_or(log_probs);
         if changed.is_some() {
-            check(z, position)?;
+            check_changed_logits(z, position)?;
         }
         let drawn = draw(z, changed.is_none(), &request.sampling, request.noise());
         let drawn = drawn.ok_or(Error::EmptySet { position })?;
@@ -169,8 +176,8 @@ impl Next<'_> {
     }
 }
 
-/// Checks that constraints leave logits, and make none NaN or infinite.
-fn check(z: &[f64], position: usize) -> Result<()> {
+/// Checks that constraints have made no logit NaN or plus infinity, and not all of them minus infinity.
+fn check_changed_logits(z: &[f64], position: usize) -> Result<()> {
     let mut is_possible = false;
     for (index, &z) in z.iter().enumerate() {
         if z.is_nan() || z == f64::INFINITY {
@@ -186,8 +193,8 @@ fn check(z: &[f64], position: usize) -> Result<()> {
     }
 }
 
-/// The log-probabilities of all ids.
-fn of_all_ids<F: Real>(distribution: &impl Distribution<F>) -> Vec<f64> {
+/// Reads the log-probabilities of all ids, tile by tile.
+fn read_all_ids<F: Real>(distribution: &impl Distribution<F>) -> Vec<f64> {
     let mut log_probs = vec![0.0; distribution.vocab()];
     let tiles = log_probs.par_chunks_mut(TILE).enumerate().with_min_len(8);
     tiles.for_each_init(Vec::new, |buffer, (tile, to)| {
@@ -197,10 +204,10 @@ fn of_all_ids<F: Real>(distribution: &impl Distribution<F>) -> Vec<f64> {
     log_probs
 }
 
-/// `-sum_v p(v) log p(v)`, from 0 to `ln vocab` whatever the rounding.
+/// Computes `-sum_v p(v) log p(v)`. Rounding does not move it below 0 or above `ln vocab`.
 fn entropy(log_probs: &[f64]) -> f64 {
     let term = |&log_p: &f64| if log_p == f64::NEG_INFINITY { 0.0 } else { -log_p.exp() * log_p };
-    let of_tiles: Vec<f64> =
+    let tile_sums: Vec<f64> =
         log_probs.par_chunks(TILE).with_min_len(8).map(|tile| tile.iter().map(term).sum()).collect();
-    of_tiles.iter().sum::<f64>().clamp(0.0, (log_probs.len() as f64).ln())
+    tile_sums.iter().sum::<f64>().clamp(0.0, (log_probs.len() as f64).ln())
 }

@@ -1,4 +1,4 @@
-//! What a position asks for: how its next token id is drawn, and what else is returned.
+//! The settings of one text: how its next token id is drawn, and which other results are returned.
 
 use std::hash::{Hash, Hasher};
 
@@ -7,7 +7,7 @@ use super::noise::Noise;
 use crate::decoding::Sampling;
 use crate::error::{Error, OptionName, Result};
 
-/// One text that is being generated: how its next token id is drawn, and what else is returned
+/// The request of a text that is being generated: how its next token id is drawn, and which other results are returned
 /// ([`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens)).
 ///
 /// A draw is a function of the distribution, the seed and the number of token ids generated so far: the same request
@@ -42,19 +42,21 @@ pub struct TokenRequest {
     seed: u64,
     pub(super) constraints: Constraints,
     pub(super) history: History,
+    /// The number of most probable ids that are returned.
     pub(super) best: usize,
+    /// Whether the entropy is returned.
     pub(super) entropy: bool,
 }
 
 impl TokenRequest {
-    /// A request without constraints, prompt or alternatives.
+    /// Makes a request without constraints, prompt or alternatives.
     ///
     /// # Errors
     ///
-    /// If a number is out of range, such as a negative temperature (zero takes the most probable id) or a `top_p` above 1;
-    /// [`Error::Unsupported`] for the temperature of components, which belongs to the
-    /// mixture ([`Mixture::with_component_temperature`](crate::Mixture::with_component_temperature)), and for ancestral
-    /// sampling, which knows no probabilities.
+    /// If a number is out of range, such as a negative temperature (zero takes the most probable id) or a `top_p` above
+    /// 1; [`Error::Unsupported`] for the temperature of components, which belongs to the mixture
+    /// ([`Mixture::with_component_temperature`](crate::Mixture::with_component_temperature)), and for ancestral
+    /// sampling, which computes no probabilities under the mixture.
     pub fn new(sampling: Sampling, seed: u64) -> Result<Self> {
         sampling.validate()?;
         let unsupported = |option| Err(Error::Unsupported { option, head: "requests" });
@@ -68,7 +70,7 @@ impl TokenRequest {
         Ok(TokenRequest { sampling, seed, constraints, history, best: 0, entropy: false })
     }
 
-    /// Sets what changes the logits before a token id is drawn.
+    /// Sets the constraints, which change the logits before a token id is drawn.
     ///
     /// # Errors
     ///
@@ -79,19 +81,19 @@ impl TokenRequest {
         Ok(self)
     }
 
-    /// Sets what changes the logits from now on, such as the ids that a grammar allows next. What was generated stays.
+    /// Sets the constraints from now on, such as the ids that a grammar allows next. The text that was generated stays.
     ///
     /// # Errors
     ///
-    /// As for [`TokenRequest::with_constraints`]; the request is then as before.
+    /// The errors are those of [`TokenRequest::with_constraints`]; the request is unchanged then.
     pub fn set_constraints(&mut self, constraints: Constraints) -> Result<()> {
         constraints.validate()?;
         self.constraints = constraints;
         Ok(())
     }
 
-    /// Adds the token ids of the prompt, for the repetition penalty. Ids outside the vocabulary, such as the placeholders
-    /// of an image, have no logit to penalise, and change nothing.
+    /// Adds the token ids of the prompt, for the repetition penalty. Ids outside the vocabulary, such as the
+    /// placeholders of an image, have no logit to penalise, and change nothing.
     pub fn with_prompt(mut self, token_ids: &[u32]) -> Self {
         token_ids.iter().for_each(|&id| self.history.add_to_prompt(id));
         self
@@ -102,15 +104,15 @@ impl TokenRequest {
         TokenRequest { best: n, ..self }
     }
 
-    /// Whether the entropy is returned.
+    /// Sets whether the entropy is returned.
     pub fn with_entropy(self, entropy: bool) -> Self {
         TokenRequest { entropy, ..self }
     }
 
-    /// Adds a generated token id to the text: it counts in the penalties, and the next draw is another one. An id outside
-    /// the vocabulary has no logit to penalise.
+    /// Adds a generated token id to the text: it counts in the penalties, and the noise of the next draw is that of the
+    /// next step. An id outside the vocabulary has no logit to penalise.
     pub fn push(&mut self, token_id: u32) {
-        self.history.generate(token_id);
+        self.history.add_generated(token_id);
     }
 
     /// The number of token ids that were generated.
@@ -118,7 +120,7 @@ impl TokenRequest {
         self.history.generated
     }
 
-    /// How a token id is drawn.
+    /// The options of the draw.
     pub fn sampling(&self) -> &Sampling {
         &self.sampling
     }
@@ -128,12 +130,12 @@ impl TokenRequest {
         self.seed
     }
 
-    /// What changes the logits before a token id is drawn.
+    /// The constraints, which change the logits before a token id is drawn.
     pub fn constraints(&self) -> &Constraints {
         &self.constraints
     }
 
-    /// How many of the most probable token ids are returned.
+    /// The number of most probable token ids that are returned.
     pub fn best(&self) -> usize {
         self.best
     }
@@ -143,24 +145,26 @@ impl TokenRequest {
         self.entropy
     }
 
+    /// The noise of the next draw.
     pub(super) fn noise(&self) -> Noise {
         Noise::new(self.seed, self.history.generated)
     }
 
-    /// Hashes everything but a processor.
+    /// Hashes the request, except for its processor, so that ranks can compare theirs.
     pub(super) fn hash(&self, state: &mut impl Hasher) {
         let TokenRequest { sampling, seed, constraints, history, best, entropy } = self;
         (seed, best, entropy, format!("{sampling:?} {constraints:?}")).hash(state);
         history.hash(state);
     }
 
-    /// Checks the request against a vocabulary, before it joins a batch that its error would fail.
+    /// Checks the request against a vocabulary, before it joins a batch: its error would be an error of the whole
+    /// batch.
     ///
     /// # Errors
     ///
-    /// If an id of `bias`, `allowed` or `banned` is not in the vocabulary, or more of the most probable ids are asked for
-    /// than it has. [`next_tokens`](crate::OutputLayer::next_tokens) has the same error, as [`Error::Request`] with the
-    /// place of the request.
+    /// If an id of `bias`, `allowed` or `banned` is not in the vocabulary, or more of the most probable ids are asked
+    /// for than it has. [`next_tokens`](crate::OutputLayer::next_tokens) has the same error, as [`Error::Request`] with
+    /// the place of the request.
     ///
     /// # Examples
     ///

@@ -1,12 +1,12 @@
-//! A teacher whose log-probabilities of all ids are known.
+//! A teacher that gives a log-probability to every id.
 
 use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
 use super::options::DistillOptions;
-use super::positions::Counted;
-use super::terms::{mixed, DistillTerms};
+use super::positions::CountedPositions;
+use super::terms::{mix_objectives, DistillTerms};
 use crate::backend;
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad};
@@ -15,26 +15,27 @@ use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_log_prob_tensor;
 
+/// The teacher's distributions, whose log-probabilities are returned in `dtype`, the student's accumulation dtype.
 #[derive(Clone)]
 pub(super) enum FullTeacher {
-    /// Of the positions that count. The log-probabilities are in this dtype, the student's.
-    Mixture(Mixture, DType),
-    /// Of all positions, `[positions, vocab]`.
-    LogProbs { rows: Tensor, dtype: DType, counted: Counted },
+    /// A mixture of the positions that count.
+    Mixture { mixture: Mixture, dtype: DType },
+    /// The log-probabilities of all positions, `[positions, vocab]`.
+    LogProbs { rows: Tensor, dtype: DType, counted: CountedPositions },
 }
 
 impl FullTeacher {
-    /// The log-probabilities of some of the positions that count, `[chunk, vocab]`.
+    /// Returns the log-probabilities of some of the positions that count, `[chunk, vocab]`.
     fn log_probs(&self, positions: &Range<usize>) -> Result<Tensor> {
         match self {
-            FullTeacher::Mixture(mixture, dtype) => {
-                let operands = mixture.operands().of_positions(positions)?;
+            FullTeacher::Mixture { mixture, dtype } => {
+                let operands = mixture.operands().narrow(positions)?;
                 let plan = backend::plan(&operands, Task::log_probs(NeedsGrad::default()), None)?;
                 let computed = accumulation_dtype("teacher", operands.contexts.dtype())?;
                 Ok(backend::log_probs(&operands, computed, &plan)?.to_dtype(*dtype)?)
             }
             FullTeacher::LogProbs { rows, dtype, counted } => {
-                let rows = counted.rows_of(rows, positions)?;
+                let rows = counted.chunk_rows(rows, positions)?;
                 let position = |row: usize| counted.positions[positions.start + row] as usize;
                 check_log_prob_tensor("log_probs of the teacher", &rows, rows.dtype(), position)?;
                 Ok(rows.to_dtype(*dtype)?.contiguous()?)
@@ -42,20 +43,21 @@ impl FullTeacher {
         }
     }
 
-    /// The terms of positions with these log-probabilities of the student, which may be overwritten, and targets.
+    /// Computes the terms of some of the positions that count from the student's log-probabilities, `[chunk, vocab]`,
+    /// which may be overwritten, and from the targets, `[chunk]`, if they take part in the objective.
     pub(super) fn terms(
         &self,
         positions: Range<usize>,
         log_probs: Tensor,
-        counted: &Counted,
+        counted: &CountedPositions,
         targets: Option<Tensor>,
         options: &DistillOptions,
     ) -> Result<DistillTerms> {
-        let scales = &counted.scales(&positions)?;
+        let scales = &counted.chunk_scales(&positions)?;
         let hard = options.hard_weight;
         let targets = targets.map(|targets| targets.unsqueeze(1)).transpose()?;
-        let of_targets = |targets: &Tensor| Ok::<_, Error>(log_probs.gather(targets, 1)?.squeeze(1)?.neg()?);
-        let nll = targets.as_ref().map(of_targets).transpose()?;
+        let target_nll = |targets: &Tensor| Ok::<_, Error>(log_probs.gather(targets, 1)?.squeeze(1)?.neg()?);
+        let nll = targets.as_ref().map(target_nll).transpose()?;
         let terms = DivergenceTerms {
             divergence: options.divergence,
             temperature: options.temperature,
@@ -66,6 +68,6 @@ impl FullTeacher {
         if let Some(targets) = &targets {
             derivatives.scatter_add_set(targets, &(scales * -hard)?.unsqueeze(1)?, 1)?;
         }
-        Ok(DistillTerms { objective: mixed(divergence, nll, hard)?, derivatives })
+        Ok(DistillTerms { objective: mix_objectives(divergence, nll, hard)?, derivatives })
     }
 }

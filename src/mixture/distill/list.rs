@@ -1,14 +1,14 @@
-//! A teacher of which only some ids are known: the divergence is a function of the scores of these ids and of the mass
-//! outside them.
+//! A teacher that gives a log-probability to the ids of a list alone. The divergence is a function of the student's
+//! log-probabilities of these ids and of the mass outside them.
 
 use std::collections::HashSet;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor, D};
 
-use super::options::{DistillOptions, MissingIds};
-use super::positions::Counted;
-use super::terms::{check_dims, mixed, DistillTerms};
+use super::options::{DistillOptions, MissingIds, TeacherList};
+use super::positions::{CountedPositions, StudentShape};
+use super::terms::{check_teacher_tensor, mix_objectives, DistillTerms};
 use crate::backend::divergence::{log_add, terms_of, weighted, Divergence};
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
@@ -16,51 +16,72 @@ use crate::scores::ScoreOptions;
 use crate::tensors::checks::{check_float, check_sizes, check_targets, max_log_prob, LOG_PROBS};
 use crate::tensors::transfer;
 
-/// The least probability of the ids that are missing, with [`MissingIds::Tail`].
+/// The least probability of all missing ids together, with [`MissingIds::Tail`].
 const LEAST_TAIL: f64 = 1e-7;
 
-/// The lists of the positions that count.
+/// The teacher's lists at the `n` positions that count.
 #[derive(Clone)]
 pub(super) struct ListTeacher {
-    /// `[n, ids]`: the list, with an id of the list in place of padding, and the target if it takes part
+    /// `[n, ids]`: the ids of the list, in which the first known one stands for padding, and then the target if it
+    /// takes part in the objective.
     pub(super) token_ids: Tensor,
-    /// `[n, list]`: log-probabilities, in the accumulation dtype; minus infinity for padding
+    /// `[n, list]`: the teacher's log-probabilities, in the accumulation dtype; minus infinity for padding.
     log_probs: Tensor,
-    /// `[n, list]`: 1 where there is no padding
+    /// `[n, list]`: one for a known id, and zero for padding.
     is_known: Tensor,
-    /// `[n]`: minus infinity, but zero where no id is known, so that the first of the list is missing too; `None` if each
-    /// list has an id
+    /// `[n]`: zero where the list is padding alone, so that its first id is missing too, and minus infinity elsewhere.
+    /// `None` if each list has a known id.
     is_unknown: Option<Tensor>,
-    /// The probability of the ids that are missing, if they have one
+    /// The missing ids, if the teacher gives them a probability.
     tail: Option<Tail>,
-    /// `[n]`: 1 where the target is in the list
+    /// `[n]`: one where the target is in the list. `None` if targets take no part in the objective.
     has_target: Option<Tensor>,
 }
 
-/// The ids that are missing, as another outcome.
+/// All missing ids, as one outcome of the teacher's distribution.
 #[derive(Clone)]
 struct Tail {
-    /// `[n]`: the logarithm of its probability
+    /// `[n]`: the logarithm of its probability.
     log_prob: Tensor,
-    /// `[n]`, u8: 1 where rounding may be all of it, or no id is missing
+    /// `[n]`, u8: one where rounding may be all of its probability, or no id is missing.
     may_be_empty: Tensor,
 }
 
-/// What is known of some positions, read on the host.
-struct Lists {
+/// The student's scores at the positions of a chunk.
+pub(super) struct ListScores {
+    /// `[chunk, ids]`: the log-probabilities of [`ListTeacher::token_ids`].
+    pub(super) log_prob: Tensor,
+    /// `[chunk]`: the logarithm of the mass outside these ids.
+    pub(super) log_outside: Tensor,
+}
+
+/// The student's log-probabilities of the ids that a list lacks, `[chunk]` each. An id that the list has counts as
+/// minus infinity.
+struct MissingScores {
+    /// That of the target, if it takes part in the objective.
+    target: Option<Tensor>,
+    /// That of the list's first id, which is missing if the list is padding alone.
+    first: Option<Tensor>,
+    /// That of all missing ids together.
+    all: Tensor,
+}
+
+/// The teacher's lists at the positions that count, on the host: `n` ids for each position.
+struct HostLists {
     n: usize,
     token_ids: Vec<i64>,
     log_probs: Vec<f64>,
     is_known: Vec<f64>,
 }
 
-impl Lists {
-    /// The ids `[positions, n]` and their log-probabilities. An id that is listed twice counts once; ids without a
-    /// probability, and those that are listed again, become padding.
-    fn new(token_ids: &Tensor, log_probs: &Tensor, counted: &Counted, vocab: usize) -> Result<Self> {
+impl HostLists {
+    /// Reads the ids `[positions, n]` and their log-probabilities, and checks them. Ids of probability zero, and those
+    /// that occurred before in the list, become padding.
+    fn new(token_ids: &Tensor, log_probs: &Tensor, counted: &CountedPositions, vocab: usize) -> Result<Self> {
         let n = token_ids.dim(1)?;
-        let on_host =
-            |tensor: &Tensor, dtype| counted.rows(tensor)?.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(dtype);
+        let on_host = |tensor: &Tensor, dtype| {
+            counted.select_rows(tensor)?.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(dtype)
+        };
         let most = max_log_prob(log_probs.dtype());
         let (mut token_ids, mut log_probs): (Vec<i64>, Vec<f64>) =
             (on_host(token_ids, DType::I64)?.to_vec1()?, on_host(log_probs, DType::F64)?.to_vec1()?);
@@ -89,10 +110,10 @@ impl Lists {
             let first = (0..n).find(|&i| is_known[i] != 0.0).map_or(0, |i| ids[i]);
             (0..n).filter(|&i| is_known[i] == 0.0).for_each(|i| ids[i] = first);
         }
-        Ok(Lists { n, token_ids, log_probs, is_known })
+        Ok(HostLists { n, token_ids, log_probs, is_known })
     }
 
-    /// The known log-probabilities of each position.
+    /// Returns the log-probabilities of each position's known ids.
     fn known(&self) -> impl Iterator<Item = impl Iterator<Item = f64> + Clone + '_> + '_ {
         let lists = self.log_probs.chunks_exact(self.n).zip(self.is_known.chunks_exact(self.n));
         lists.map(|(log_probs, is_known)| {
@@ -100,7 +121,7 @@ impl Lists {
         })
     }
 
-    /// The log-probabilities at a temperature, renormalised over each list.
+    /// Applies a temperature to the log-probabilities, and renormalises them over each list.
     fn renormalized(&self, temperature: f64) -> Vec<f64> {
         let norms = self.known().map(|log_probs| {
             let largest = log_probs.clone().fold(f64::NEG_INFINITY, f64::max);
@@ -110,7 +131,8 @@ impl Lists {
         lists.flat_map(|(list, norm)| list.iter().map(move |x| x / temperature - norm)).collect()
     }
 
-    /// What the probabilities of each list leave, and whether no id may be missing.
+    /// Returns the logarithm of the probability that each list leaves, and 1 if rounding may be all of it or no id is
+    /// missing.
     fn tails(&self, vocab: usize, dtype: DType) -> (Vec<f64>, Vec<u8>) {
         let tail = |log_probs: &mut dyn Iterator<Item = f64>| {
             let (count, sum) = log_probs.fold((0, 0.0), |(count, sum), x| (count + 1, sum + x.exp()));
@@ -121,7 +143,8 @@ impl Lists {
     }
 }
 
-/// What rounding may leave of the probabilities of a list in this dtype.
+/// Returns the largest difference that rounding explains between one and the sum of a list's probabilities in this
+/// dtype.
 fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => LEAST_TAIL,
@@ -131,15 +154,15 @@ fn rounding(dtype: DType) -> f64 {
 }
 
 impl ListTeacher {
-    /// Reads the list, which waits for its device.
+    /// Checks the teacher's lists and reads those of the positions that count, which waits for their device.
     pub(super) fn new(
-        leading: &[usize],
-        vocab: usize,
-        like: &Tensor,
-        (token_ids, log_probs, missing): (&Tensor, &Tensor, MissingIds),
-        counted: &Counted,
+        list: &TeacherList,
+        student: StudentShape,
+        counted: &CountedPositions,
         options: &DistillOptions,
     ) -> Result<Self> {
+        let TeacherList { token_ids, log_probs, missing } = list;
+        let StudentShape { leading, vocab, like } = student;
         let (dtype, device) = (accumulation_dtype("hidden", like.dtype())?, like.device());
         let Some(&n) = token_ids.dims().last() else {
             return Err(Error::shape("token_ids of the teacher", "[.., n]", token_ids.dims()));
@@ -147,12 +170,12 @@ impl ListTeacher {
         check_sizes(&[("the teacher's list", n)])?;
         let dims = [leading, &[n]].concat();
         check_targets("token_ids of the teacher", token_ids, &dims)?;
-        check_dims("token_ids of the teacher", token_ids, &dims, like)?;
-        check_dims("log_probs of the teacher", log_probs, &dims, like)?;
+        check_teacher_tensor("token_ids of the teacher", token_ids, &dims, like)?;
+        check_teacher_tensor("log_probs of the teacher", log_probs, &dims, like)?;
         check_float("log_probs of the teacher", log_probs)?;
         let positions: usize = leading.iter().product();
         let (token_ids, log_probs) = (token_ids.reshape((positions, n))?, log_probs.reshape((positions, n))?);
-        let lists = Lists::new(&token_ids, &log_probs, counted, vocab)?;
+        let lists = HostLists::new(&token_ids, &log_probs, counted, vocab)?;
 
         let (positions, shape) = (counted.positions.len(), [counted.positions.len(), n]);
         let numbers = |values: Vec<f64>, shape: &[usize]| transfer::to_device_as(values, shape, dtype, device);
@@ -184,74 +207,106 @@ impl ListTeacher {
         Ok(ListTeacher { token_ids, log_probs, is_known, is_unknown, tail, has_target })
     }
 
-    /// What the student is asked for.
+    /// Returns what the student must compute: the options of its scores.
     pub(super) fn score_options(&self, options: &DistillOptions) -> ScoreOptions {
-        // With a zero outside the list, the mixture of both distributions has the student's part there.
-        let outside = self.tail.is_some() || matches!(options.divergence, Divergence::JensenShannon(_));
-        let scores = ScoreOptions::new().with_temperature(options.temperature).with_outside(outside);
+        // Even if the missing ids have probability zero, the mixture of both distributions gives them that of the
+        // student.
+        let needs_outside = self.tail.is_some() || matches!(options.divergence, Divergence::JensenShannon(_));
+        let scores = ScoreOptions::new().with_temperature(options.temperature).with_outside(needs_outside);
         ScoreOptions { workspace_bytes: options.workspace_bytes, ..scores }
     }
 
-    /// The terms of some positions, from the log-probabilities of the ids and of the mass outside them: the derivatives by
-    /// both, `[chunk, ids + 1]`.
+    /// Computes the terms of some positions from the student's scores of the teacher's ids. The derivatives,
+    /// `[chunk, ids + 1]`, are those by the log-probabilities of the ids and by the logarithm of the mass outside them.
     pub(super) fn terms(
         &self,
         positions: &Range<usize>,
-        (log_prob, log_outside): (Tensor, Tensor),
-        counted: &Counted,
+        scores: &ListScores,
+        counted: &CountedPositions,
         options: &DistillOptions,
     ) -> Result<DistillTerms> {
-        let scales = &counted.scales(positions)?;
-        let of = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
+        let scales = &counted.chunk_scales(positions)?;
+        let chunk = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
         let (divergence, n) = (options.divergence, self.log_probs.dim(1)?);
-        let (in_list, hard) = (log_prob.narrow(1, 0, n)?, options.hard_weight);
+        let (in_list, hard) = (scores.log_prob.narrow(1, 0, n)?, options.hard_weight);
         // A list's padding is another of its ids, which counts once.
-        let known = (in_list.exp()? * of(&self.is_known)?)?;
-        let (terms, by_list) = terms_of(divergence, &of(&self.log_probs)?, &in_list, &known)?;
+        let known = (in_list.exp()? * chunk(&self.is_known)?)?;
+        let (terms, by_list) = terms_of(divergence, &chunk(&self.log_probs)?, &in_list, &known)?;
         let mut objective = terms.sum(D::Minus1)?;
-        // Among the missing ids there may also be the target, and the first id of a list of padding alone.
-        let of_target = self.has_target.as_ref().map(|has_target| {
-            let log_p = log_prob.narrow(1, n, 1)?.squeeze(1)?;
-            let is_outside = of(has_target)?.eq(0.0)?;
-            Ok::<_, Error>((log_p.clone(), is_outside.where_cond(&log_p, &(log_p.zeros_like()? + f64::NEG_INFINITY)?)?))
-        });
-        let of_target = of_target.transpose()?;
-        let first = |is_unknown: &Tensor| log_prob.narrow(1, 0, 1)?.squeeze(1)? + of(is_unknown)?;
-        let first_missing = self.is_unknown.as_ref().map(first).transpose()?;
-        let mut log_missing = log_outside.clone();
-        for more in of_target.iter().map(|(_, outside)| outside).chain(&first_missing) {
-            log_missing = log_add(&log_missing, more)?;
-        }
-        let by_missing = match (&self.tail, divergence) {
-            (Some(tail), _) => {
-                let (terms, slope) = terms_of(divergence, &of(&tail.log_prob)?, &log_missing, &log_missing.exp()?)?;
-                let is_empty = (log_missing.eq(f64::NEG_INFINITY)? * of(&tail.may_be_empty)?)?;
-                let zero = terms.zeros_like()?;
-                objective = (objective + is_empty.where_cond(&zero, &terms)?)?;
-                is_empty.where_cond(&zero, &slope)?
+        let missing = self.missing_scores(positions, scores)?;
+        let by_missing = match self.missing_terms(positions, &missing.all, divergence)? {
+            Some((terms, slopes)) => {
+                objective = (objective + terms)?;
+                slopes
             }
-            (None, Divergence::JensenShannon(beta)) => {
-                let of_student = (log_missing.exp()? * (-(1.0 - beta) * (1.0 - beta).ln()))?;
-                objective = (objective + &of_student)?;
-                of_student
-            }
-            (None, _) => log_missing.zeros_like()?,
+            None => missing.all.zeros_like()?,
         };
         counted.check_finite(positions, &objective)?;
         let scaled = |derivatives: &Tensor| derivatives.broadcast_mul(&(scales * (1.0 - hard))?.unsqueeze(1)?);
-        let share = |log_p: &Tensor| weighted(&by_missing, &(log_p - &log_missing)?.exp()?)?.unsqueeze(1);
+        // An outcome's part of the derivative is in proportion to its probability among the missing ids.
+        let part = |log_p: &Tensor| weighted(&by_missing, &(log_p - &missing.all)?.exp()?)?.unsqueeze(1);
         let mut by_list = scaled(&by_list)?;
-        if let Some(first_missing) = &first_missing {
-            let first_missing = scaled(&share(first_missing)?)?.pad_with_zeros(1, 0, n - 1)?;
-            by_list = (by_list + first_missing)?;
+        if let Some(first) = &missing.first {
+            let by_first = scaled(&part(first)?)?.pad_with_zeros(1, 0, n - 1)?;
+            by_list = (by_list + by_first)?;
         }
         let mut derivatives = vec![by_list];
         let mut nll = None;
-        if let Some((log_p, outside)) = &of_target {
-            derivatives.push((scaled(&share(outside)?)? - (scales * hard)?.unsqueeze(1)?)?);
-            nll = Some(log_p.neg()?);
+        if let Some(target) = &missing.target {
+            derivatives.push((scaled(&part(target)?)? - (scales * hard)?.unsqueeze(1)?)?);
+            nll = Some(self.target_log_prob(scores)?.neg()?);
         }
-        derivatives.push(scaled(&share(&log_outside)?)?);
-        Ok(DistillTerms { objective: mixed(objective, nll, hard)?, derivatives: Tensor::cat(&derivatives, 1)? })
+        derivatives.push(scaled(&part(&scores.log_outside)?)?);
+        let objective = mix_objectives(objective, nll, hard)?;
+        Ok(DistillTerms { objective, derivatives: Tensor::cat(&derivatives, 1)? })
+    }
+
+    /// The student's log-probability of each target, `[chunk]`, which follows the list in the scores.
+    fn target_log_prob(&self, scores: &ListScores) -> Result<Tensor> {
+        Ok(scores.log_prob.narrow(1, self.log_probs.dim(1)?, 1)?.squeeze(1)?)
+    }
+
+    /// Finds the student's log-probabilities of the ids that the teacher's lists lack at some positions.
+    fn missing_scores(&self, positions: &Range<usize>, scores: &ListScores) -> Result<MissingScores> {
+        let chunk = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
+        let target = |has_target: &Tensor| {
+            let log_p = self.target_log_prob(scores)?;
+            let is_outside = chunk(has_target)?.eq(0.0)?;
+            Ok::<_, Error>(is_outside.where_cond(&log_p, &(log_p.zeros_like()? + f64::NEG_INFINITY)?)?)
+        };
+        let target = self.has_target.as_ref().map(target).transpose()?;
+        let first = |is_unknown: &Tensor| scores.log_prob.narrow(1, 0, 1)?.squeeze(1)? + chunk(is_unknown)?;
+        let first = self.is_unknown.as_ref().map(first).transpose()?;
+        let mut all = scores.log_outside.clone();
+        for log_p in target.iter().chain(&first) {
+            all = log_add(&all, log_p)?;
+        }
+        Ok(MissingScores { target, first, all })
+    }
+
+    /// Computes what the missing ids, as one outcome with these log-probabilities under the student, add to the
+    /// divergence at some positions, and its derivatives by the log-probabilities; `None` if they add nothing.
+    fn missing_terms(
+        &self,
+        positions: &Range<usize>,
+        log_missing: &Tensor,
+        divergence: Divergence,
+    ) -> Result<Option<(Tensor, Tensor)>> {
+        let chunk = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
+        Ok(match (&self.tail, divergence) {
+            (Some(tail), _) => {
+                let probability = log_missing.exp()?;
+                let (terms, slopes) = terms_of(divergence, &chunk(&tail.log_prob)?, log_missing, &probability)?;
+                let is_empty = (log_missing.eq(f64::NEG_INFINITY)? * chunk(&tail.may_be_empty)?)?;
+                let zero = terms.zeros_like()?;
+                Some((is_empty.where_cond(&zero, &terms)?, is_empty.where_cond(&zero, &slopes)?))
+            }
+            // The teacher gives the missing ids no probability: the student's part of the divergence is left.
+            (None, Divergence::JensenShannon(beta)) => {
+                let terms = (log_missing.exp()? * (-(1.0 - beta) * (1.0 - beta).ln()))?;
+                Some((terms.clone(), terms))
+            }
+            (None, _) => None,
+        })
     }
 }

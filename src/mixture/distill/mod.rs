@@ -1,5 +1,6 @@
-//! Distillation: the divergence of a student from a teacher, with gradients from three products, as a function of the
-//! log-probabilities of a chunk or of the scores of a teacher's list.
+//! Distillation: the divergence of a student from a teacher, with gradients from three products. It is a loss of all
+//! log-probabilities ([`full`]), or of the scores of a teacher's list ([`list`]), at the positions that count
+//! ([`positions`]).
 
 mod full;
 mod list;

@@ -1,4 +1,4 @@
-//! The options of a distillation, and the teacher.
+//! The options of a distillation, and the teacher that is learned from.
 
 use candle_core::Tensor;
 
@@ -8,7 +8,7 @@ use crate::loss::Reduction;
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_number;
 
-/// Where a student learns: the teacher's distribution at each position, a constant.
+/// The teacher that a student learns from: a distribution at each position, which is a constant.
 ///
 /// # Examples
 ///
@@ -31,21 +31,31 @@ use crate::tensors::checks::check_number;
 #[derive(Clone, Debug)]
 pub struct Teacher(pub(super) TeacherKind);
 
+/// The kinds of teachers, with their tensors detached.
 #[derive(Clone, Debug)]
 pub(super) enum TeacherKind {
     Mixture(Mixture),
     LogProbs(Tensor),
-    TopK { token_ids: Tensor, log_probs: Tensor, missing: MissingIds },
+    TopK(TeacherList),
+}
+
+/// A list of ids for each position with their log-probabilities, `[.., n]` each.
+#[derive(Clone, Debug)]
+pub(super) struct TeacherList {
+    pub(super) token_ids: Tensor,
+    pub(super) log_probs: Tensor,
+    pub(super) missing: MissingIds,
 }
 
 impl Teacher {
-    /// The distributions of a mixture with the same token ids, whose log-probabilities are computed chunk by chunk. For a
-    /// head: [`MixtureLayer::mixture`](crate::MixtureLayer::mixture) of its own hidden states.
+    /// Takes the distributions of a mixture with the same token ids, whose log-probabilities are computed chunk by
+    /// chunk. If the teacher is a head, this is the [`MixtureLayer::mixture`](crate::MixtureLayer::mixture) of its own
+    /// hidden states.
     pub fn from_mixture(mixture: &Mixture) -> Self {
         Teacher(TeacherKind::Mixture(mixture.detach()))
     }
 
-    /// Distributions that are given as log-probabilities.
+    /// Takes distributions that are given as log-probabilities.
     ///
     /// # Shapes
     ///
@@ -54,11 +64,11 @@ impl Teacher {
         Teacher(TeacherKind::LogProbs(log_probs.detach()))
     }
 
-    /// Distributions of which only some ids are known, in any order. An id that is listed again counts once, with its first
-    /// log-probability: a server's list may have the sampled id first, and again among the most probable ones. Ids with a
-    /// log-probability of minus infinity are padding, whatever they are: they count as missing. A list's log-probabilities
-    /// have the temperature of the options already, unless they are renormalised. They are read on the host, which waits for
-    /// a GPU.
+    /// Takes distributions of which only some ids are known, in any order. An id that occurs again in a list counts
+    /// once, with its first log-probability: a server's list may have the sampled id first, and again among the most
+    /// probable ones. An id with a log-probability of minus infinity is padding and counts as missing. With
+    /// [`MissingIds::Renormalized`] the log-probabilities are at temperature 1; otherwise they must be at the
+    /// temperature of the options already. The lists are read on the host, which waits for a GPU.
     ///
     /// # Shapes
     ///
@@ -66,11 +76,11 @@ impl Teacher {
     /// - log_probs: `[.., n]`, at most zero; a float type
     pub fn from_top_k(token_ids: &Tensor, log_probs: &Tensor, missing: MissingIds) -> Self {
         let (token_ids, log_probs) = (token_ids.detach(), log_probs.detach());
-        Teacher(TeacherKind::TopK { token_ids, log_probs, missing })
+        Teacher(TeacherKind::TopK(TeacherList { token_ids, log_probs, missing }))
     }
 }
 
-/// The probability of the ids that are missing in a teacher's list.
+/// The probability that a teacher gives to the ids that its list lacks.
 ///
 /// # Examples
 ///
@@ -102,16 +112,17 @@ impl Teacher {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MissingIds {
-    /// None; the probabilities of the others stay, and may sum to less than one. [`Divergence::ReverseKl`], which would be
-    /// infinite, is an error.
+    /// The missing ids have probability zero. Those of the list stay, and may sum to less than one.
+    /// [`Divergence::ReverseKl`], which would be infinite, is an error.
     Zero,
-    /// None; the probabilities of the others are divided by their sum, after the temperature.
-    /// [`Divergence::ReverseKl`], which would be infinite, is an error. A list of padding alone has no sum to divide by: its
-    /// divergence is NaN.
+    /// The missing ids have probability zero. Those of the list are divided by their sum, after the temperature.
+    /// [`Divergence::ReverseKl`], which would be infinite, is an error. The divergence of a list of padding alone,
+    /// whose sum is zero, is NaN.
     Renormalized,
-    /// What is left, at least 1e-7, as the probability of all of them together: the divergence is between distributions
-    /// over the list and one more outcome, "another id". If the student gives no probability to that outcome, it counts only
-    /// where more is left than rounding explains (1e-5 of a list in f32, 1e-7 in f64, 2^-6 in half precision). The default.
+    /// The missing ids together have the probability that the list leaves, at least 1e-7: the divergence is between
+    /// distributions over the ids of the list and one more outcome, "another id". If the student gives no probability
+    /// to that outcome, it counts only where the list leaves more than rounding explains (1e-5 for a list in f32, 1e-7
+    /// in f64, 2^-6 in half precision). This is the default.
     #[default]
     Tail,
 }
@@ -122,9 +133,9 @@ pub enum MissingIds {
 /// (1 - hard_weight) D(T, Q) - hard_weight log P(y)
 /// ```
 ///
-/// with teacher T and student Q both at the temperature, and the student P at temperature 1. It is not multiplied by the
-/// square of the temperature (Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network. 2015, arXiv
-/// 1503.02531, section 2).
+/// where teacher T and student Q are both at the temperature, and the student P is at temperature 1. The objective is
+/// not multiplied by the square of the temperature (Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural
+/// Network. 2015, arXiv 1503.02531, section 2).
 ///
 /// # Examples
 ///
@@ -155,7 +166,7 @@ pub struct DistillOptions {
     pub ignore_index: Option<i64>,
     /// The weights of the positions, of the leading dimensions' shape. The default is one for each.
     pub position_weights: Option<Tensor>,
-    /// The mean, the default, or the sum.
+    /// The reduction: the mean, which is the default, or the sum.
     pub reduction: Reduction,
     /// The denominator of the mean, in place of the sum of the weights. The default is none.
     pub denominator: Option<f64>,
@@ -170,7 +181,7 @@ impl Default for DistillOptions {
 }
 
 impl DistillOptions {
-    /// The mean of this divergence over all positions, at temperature 1.
+    /// The options for the mean of this divergence over all positions, at temperature 1.
     pub fn new(divergence: Divergence) -> Self {
         DistillOptions {
             divergence,
@@ -190,7 +201,8 @@ impl DistillOptions {
         DistillOptions { temperature, ..self }
     }
 
-    /// Sets the weight of the targets' loss, from 0 to 1; what is left is the divergence's. Needs targets.
+    /// Sets the weight of the targets' loss, from 0 to 1: one minus it is the weight of the divergence. It needs
+    /// targets.
     pub fn with_hard_weight(self, hard_weight: f64) -> Self {
         DistillOptions { hard_weight, ..self }
     }
@@ -204,7 +216,7 @@ impl DistillOptions {
         DistillOptions { targets: Some(targets), ..self }
     }
 
-    /// Leaves out the positions with this target before any product. Needs targets.
+    /// Leaves out the positions with this target before any product. It needs targets.
     pub fn with_ignore_index(self, index: i64) -> Self {
         DistillOptions { ignore_index: Some(index), ..self }
     }
@@ -224,7 +236,7 @@ impl DistillOptions {
         DistillOptions { reduction, ..self }
     }
 
-    /// Divides the sum by this number in place of the sum of the weights, with [`Reduction::Mean`]. Above 0.
+    /// Divides the sum by this number in place of the sum of the weights, with [`Reduction::Mean`]. It must be above 0.
     pub fn with_denominator(self, denominator: f64) -> Self {
         DistillOptions { denominator: Some(denominator), ..self }
     }
@@ -239,6 +251,7 @@ impl DistillOptions {
         self.hard_weight != 0.0
     }
 
+    /// Checks the ranges of the numbers, and that the options fit each other and the teacher.
     pub(super) fn validate(&self, teacher: &Teacher) -> Result<()> {
         let temperature = self.temperature;
         check_number((1e-6..=1e6).contains(&temperature), "temperature", "from 1e-6 to 1e6", temperature)?;
@@ -256,7 +269,7 @@ impl DistillOptions {
         if self.targets.is_none() && (self.is_mixed() || self.ignore_index.is_some()) {
             return Err(Error::config("targets", "targets, because of hard_weight or ignore_index", "none"));
         }
-        let TeacherKind::TopK { missing, .. } = &teacher.0 else { return Ok(()) };
+        let TeacherKind::TopK(TeacherList { missing, .. }) = &teacher.0 else { return Ok(()) };
         if self.divergence == Divergence::ReverseKl && *missing != MissingIds::Tail {
             return Err(Error::config(
                 "missing",

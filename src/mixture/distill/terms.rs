@@ -1,4 +1,4 @@
-//! What the positions of a chunk add to a distillation.
+//! The objective of a chunk of positions in a distillation, with its derivatives.
 
 use candle_core::Tensor;
 
@@ -6,14 +6,22 @@ use crate::backend::divergence::not_negative;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_device;
 
-/// The objective of a chunk's positions, before their weights, and its derivatives, times these.
+/// The objective of a chunk's positions, and its derivatives.
 pub(super) struct DistillTerms {
+    /// `[chunk]`: the objective, without the weights of the positions.
     pub(super) objective: Tensor,
+    /// `[chunk, ids]`: the derivatives by the student's log-probabilities, times the weights divided by the
+    /// denominator.
     pub(super) derivatives: Tensor,
 }
 
 /// Checks the shape and the device of a teacher's tensor.
-pub(super) fn check_dims(argument: &'static str, tensor: &Tensor, dims: &[usize], like: &Tensor) -> Result<()> {
+pub(super) fn check_teacher_tensor(
+    argument: &'static str,
+    tensor: &Tensor,
+    dims: &[usize],
+    like: &Tensor,
+) -> Result<()> {
     if tensor.dims() == dims {
         check_device(argument, tensor, like)
     } else {
@@ -21,8 +29,8 @@ pub(super) fn check_dims(argument: &'static str, tensor: &Tensor, dims: &[usize]
     }
 }
 
-/// `(1 - weight) divergence + weight nll`
-pub(super) fn mixed(divergence: Tensor, nll: Option<Tensor>, weight: f64) -> Result<Tensor> {
+/// Returns `(1 - weight) divergence + weight nll`, or the divergence if there are no targets.
+pub(super) fn mix_objectives(divergence: Tensor, nll: Option<Tensor>, weight: f64) -> Result<Tensor> {
     Ok(match nll {
         Some(nll) => ((divergence * (1.0 - weight))? + (not_negative(&nll)? * weight)?)?,
         None => divergence,

@@ -32,13 +32,14 @@ void emulated_fail(const char *what);
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
+// Three of the indices, from `first` on.
 template <int first> struct Indices {
-    template <int i> struct Of {
+    template <int i> struct Index {
         operator unsigned() const { return emulated_index(first + i); }
     };
-    Of<0> x;
-    Of<1> y;
-    Of<2> z;
+    Index<0> x;
+    Index<1> y;
+    Index<2> z;
 };
 static const Indices<0> threadIdx{};
 static const Indices<3> blockIdx{};

@@ -27,16 +27,16 @@ struct EmulatedModule {
 };
 
 // Unpacks the arguments of a kernel by its type.
-template <auto kernel> struct EmulatedCall;
-template <typename... A, void (*kernel)(A...)> struct EmulatedCall<kernel> {
+template <auto function> struct EmulatedCall;
+template <typename... A, void (*function)(A...)> struct EmulatedCall<function> {
     template <size_t... I>
     __attribute__((no_sanitize_thread)) static void call(void **arguments, std::index_sequence<I...>) {
-        kernel(*static_cast<A *>(arguments[I])...);
+        function(*static_cast<A *>(arguments[I])...);
     }
     __attribute__((no_sanitize_thread)) static void run(void **arguments) {
         call(arguments, std::index_sequence_for<A...>());
     }
     static constexpr size_t sizes[] = {sizeof(A)..., 0};
     static constexpr bool are_pointers[] = {std::is_pointer_v<A>..., false};
-    static constexpr EmulatedKernel of(const char *name) { return {name, run, sizeof...(A), sizes, are_pointers}; }
+    static constexpr EmulatedKernel kernel(const char *name) { return {name, run, sizeof...(A), sizes, are_pointers}; }
 };

@@ -33,12 +33,12 @@ template <class T, class U> void binary(const std::string &name, U (*f)(T, T)) {
     for (const Variant &variant : VARIANTS) {
         kernel(name + variant.suffix, "rrrrrrrw", [f, variant](const Launch &launch) {
             size_t length = scalar<uint64_t>(launch, 0);
-            Strides of_left(launch, 1, 2, 3), of_right(launch, 1, 2, 4);
+            Strides left_at(launch, 1, 2, 3), right_at(launch, 1, 2, 4);
             View<T> left(launch, 5), right(launch, 6);
             View<U> output(launch, 7);
             covers(launch, length, per_thread<T>());
             for (size_t i = 0; i < length; i++) {
-                T l = left.get(index(variant.left, of_left, i)), r = right.get(index(variant.right, of_right, i));
+                T l = left.get(index(variant.left, left_at, i)), r = right.get(index(variant.right, right_at, i));
                 output.set(i, f(l, r));
             }
         });

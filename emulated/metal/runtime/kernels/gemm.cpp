@@ -106,15 +106,15 @@ template <class T> struct Product {
     }
 
     void block(size_t z, size_t row, size_t column) const {
-        size_t of_a = batch(z, 0, p.batch_stride_a), of_b = batch(z, 1, p.batch_stride_b), of_d = z * p.batch_stride_d;
-        size_t of_c = out_source ? batch(z, 2, add.batch_stride_c) : 0;
+        size_t a_offset = batch(z, 0, p.batch_stride_a), b_offset = batch(z, 1, p.batch_stride_b), d_offset = z * p.batch_stride_d;
+        size_t c_offset = out_source ? batch(z, 2, add.batch_stride_c) : 0;
         size_t rows = std::min<size_t>(tile.m, p.m - row), columns = std::min<size_t>(tile.n, p.n - column);
         std::vector<float> right(columns), sums(rows * columns, 0);
         for (size_t k = 0; k < size_t(p.k); k++) {
             for (size_t j = 0; j < columns; j++)
-                right[j] = float(b.get(of_b + (transposed_b ? (column + j) * p.ldb + k : k * p.ldb + column + j)));
+                right[j] = float(b.get(b_offset + (transposed_b ? (column + j) * p.ldb + k : k * p.ldb + column + j)));
             for (size_t i = 0; i < rows; i++) {
-                float left = float(a.get(of_a + (transposed_a ? k * p.lda + row + i : (row + i) * p.lda + k)));
+                float left = float(a.get(a_offset + (transposed_a ? k * p.lda + row + i : (row + i) * p.lda + k)));
                 for (size_t j = 0; j < columns; j++) sums[i * columns + j] += left * right[j];
             }
         }
@@ -122,17 +122,17 @@ template <class T> struct Product {
             for (size_t j = 0; j < columns; j++) {
                 float sum = sums[i * columns + j];
                 if (out_source) {
-                    float old = float(c.get(of_c + (row + i) * add.ldc + (column + j) * add.fdc));
+                    float old = float(c.get(c_offset + (row + i) * add.ldc + (column + j) * add.fdc));
                     sum = axpby ? sum * add.alpha + add.beta * old : sum + old;
                 }
-                d.set(of_d + (row + i) * p.ldd + column + j, T(sum));
+                d.set(d_offset + (row + i) * p.ldd + column + j, T(sum));
             }
         // A thread takes every `step`-th row of a tile. It compares the first with the number of rows, and then reads
         // all of them in C, even those past the last row, whose sums it does not store.
         size_t step = 8 * tile.wm;
         for (size_t i = rows; out_source && i < size_t(tile.m); i++)
             for (size_t j = 0; i % step < rows && j < columns; j++)
-                c.get(of_c + (row + i) * add.ldc + (column + j) * add.fdc);
+                c.get(c_offset + (row + i) * add.ldc + (column + j) * add.fdc);
     }
 };
 

@@ -20,8 +20,8 @@ template <class T> void gemv(const std::string &name, Tile tile, bool axpby) {
         size_t inner = scalar<int32_t>(launch, 4), outer = scalar<int32_t>(launch, 5),
                stride = scalar<int32_t>(launch, 6);
         float alpha = scalar<float>(launch, 7), beta = scalar<float>(launch, 8);
-        size_t of_vector = scalar<int64_t>(launch, 11), of_matrix = scalar<int64_t>(launch, 12);
-        size_t of_bias = scalar<int64_t>(launch, 13), bias_stride = scalar<int32_t>(launch, 14);
+        size_t vector_stride = scalar<int64_t>(launch, 11), matrix_stride = scalar<int64_t>(launch, 12);
+        size_t bias_batch_stride = scalar<int64_t>(launch, 13), bias_stride = scalar<int32_t>(launch, 14);
         size_t each = tile.transposed ? tile.bn * tile.sn * tile.tn : tile.bm * tile.sm * tile.tm;
         const Size &group = launch.group;
         if (group.width != 32 || group.height != size_t(tile.bn) || group.depth != size_t(tile.bm))
@@ -32,9 +32,9 @@ template <class T> void gemv(const std::string &name, Tile tile, bool axpby) {
                 float sum = 0;
                 for (size_t k = 0; k < inner; k++) {
                     size_t at = tile.transposed ? k * stride + i : i * stride + k;
-                    sum += float(matrix.get(batch * of_matrix + at)) * float(vector.get(batch * of_vector + k));
+                    sum += float(matrix.get(batch * matrix_stride + at)) * float(vector.get(batch * vector_stride + k));
                 }
-                if (axpby) sum = alpha * sum + beta * float(bias.get(batch * of_bias + i * bias_stride));
+                if (axpby) sum = alpha * sum + beta * float(bias.get(batch * bias_batch_stride + i * bias_stride));
                 output.set(batch * outer + i, T(sum));
             }
         }

@@ -39,7 +39,7 @@ template <class T> class View {
 
 template <class T> T scalar(const Launch &launch, size_t slot) { return View<T>(launch, slot).get(0); }
 
-// Checks that the grid has a thread for every `each` elements. More threads than needed are no fault.
+// Checks that the grid has a thread for every `each` elements. It may have more threads than it needs.
 inline void covers(const Launch &launch, size_t elements, size_t each = 1) {
     size_t needed = (elements + each - 1) / each;
     if (launch.threads.count() < needed)

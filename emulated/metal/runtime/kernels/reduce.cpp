@@ -68,8 +68,8 @@ template <class T> struct Indexed {
     T value;
 };
 
-// The same, with the index of the element as the result.
-template <class T> void arg_reduction(const std::string &name, T start, bool (*better)(T, T)) {
+// A reduction whose result is the index of the element.
+template <class T> void arg_reduction(const std::string &name, T start, bool (*is_before)(T, T)) {
     for (bool strided : {false, true}) {
         kernel(name + (strided ? "_strided" : ""), strided ? "rrrrrrw" : "rrrrrw", [=](const Launch &launch) {
             size_t length = scalar<uint32_t>(launch, 0), each = scalar<uint32_t>(launch, 3 + strided);
@@ -78,7 +78,7 @@ template <class T> void arg_reduction(const std::string &name, T start, bool (*b
             View<uint32_t> output(launch, 5 + strided);
             auto load = [&](size_t i) { return Indexed<T>{uint32_t(i % at.dims.back()), input.get(at(i))}; };
             auto combine = [&](Indexed<T> a, Indexed<T> b) {
-                return better(a.value, b.value) || (a.value == b.value && a.index < b.index) ? a : b;
+                return is_before(a.value, b.value) || (a.value == b.value && a.index < b.index) ? a : b;
             };
             for (size_t group = 0; group < launch.groups.width; group++)
                 output.set(group, block<Indexed<T>>(launch, group, each, length, {0, start}, load, combine).index);

@@ -15,16 +15,16 @@ bool constant(const Launch &launch, size_t i) {
 template <class I, class T> void where(const std::string &name) {
     kernel(name, "rrrrrrrrrw", [](const Launch &launch) {
         size_t length = scalar<uint64_t>(launch, 0);
-        Strides of_condition(launch, 1, 2, 3), of_first(launch, 1, 2, 4), of_second(launch, 1, 2, 5);
+        Strides condition_at(launch, 1, 2, 3), first_at(launch, 1, 2, 4), second_at(launch, 1, 2, 5);
         bool plain_condition = constant(launch, 0), plain_first = constant(launch, 1),
              plain_second = constant(launch, 2);
         View<I> condition(launch, 6);
         View<T> first(launch, 7), second(launch, 8), output(launch, 9);
         covers(launch, length, per_thread<T>());
         for (size_t i = 0; i < length; i++) {
-            bool is = condition.get(plain_condition ? i : of_condition(i));
+            bool is = condition.get(plain_condition ? i : condition_at(i));
             // Both are read, as in the shader.
-            T a = first.get(plain_first ? i : of_first(i)), b = second.get(plain_second ? i : of_second(i));
+            T a = first.get(plain_first ? i : first_at(i)), b = second.get(plain_second ? i : second_at(i));
             output.set(i, is ? a : b);
         }
     });

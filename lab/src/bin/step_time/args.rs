@@ -71,7 +71,7 @@ pub(crate) struct Args {
     /// The divergence of a distillation
     #[arg(long, value_enum, default_value = "forward")]
     pub(crate) divergence: DivergenceKind,
-    /// Time the loss over kept sets of N ids a position, with its gradients, in place of a step
+    /// Time the loss over sets of N allowed ids a position, with its gradients, in place of a step
     #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["score", "output", "sampled", "train", "step_only", "forward_only"])]
     pub(crate) kept: Option<usize>,
     /// Time the step alone, without the mixture and the matrix products

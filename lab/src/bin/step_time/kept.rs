@@ -1,5 +1,5 @@
-//! The time of a loss over kept sets, in turn with the loss over all ids: each with the gradients of contexts and
-//! decoder.
+//! The time of a loss over sets of allowed ids, in turn with the loss over all ids: each with the gradients of contexts
+//! and decoder.
 
 use candle_core::{Result, Tensor};
 use mos_head::sets::{AllowedIds, RestrictedMixture};

@@ -1,5 +1,5 @@
-//! The objective of one position, from the log-sum-exps of its components and the target's logits. Both computations
-//! share it.
+//! The objective of one position, from the log-sum-exps of its components and the logits of its targets. One pass and two
+//! passes share it.
 //!
 //! With the logits `z` of component k (after bias and softcap), its prior `pi` and the target `y`:
 //!
@@ -10,8 +10,8 @@
 //! r_k(v)    = exp(log pi_k + log p_k(v) - log p(v))                    responsibility of k for v
 //! ```
 //!
-//! The objective is `sum_v q_v (-log p(v)) + zeta mean_k lse_k^2` with `q_v = hard [v = y] + soft_v`. Its gradient is,
-//! with `R_k = sum_v q_v r_k(v)`:
+//! The objective is `sum_v q_v (-log p(v)) + zeta mean_k lse_k^2` with the masses `q_v = hard [v = y] + soft_v`. With
+//! `R_k = sum_v q_v r_k(v)`, its gradient is:
 //!
 //! ```text
 //! d/d z_kv      = (R_k + 2 zeta lse_k / K) softmax_k(v) - q_v r_k(v)
@@ -23,26 +23,27 @@ use crate::backend::cpu::vector::math::{not_negative, weighted};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::objective::LossTerms;
 
-/// What a position's objective depends on besides its logits.
+/// The masses `q` of one position, and the terms of its objective.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Target<'a, F> {
     /// The target id and its mass in `q`.
     pub(crate) hard: Option<(usize, F)>,
-    /// More ids and their masses in `q`.
+    /// The candidates and their masses in `q`.
     pub(crate) candidates: &'a [(usize, F)],
-    /// The mass that `q` has on all other ids, in proportion to their probabilities. (For a row kernel with soft masses,
-    /// it is a part of these.)
+    /// The mass outside the candidates in `q`, which those ids share in proportion to their probabilities. If there are
+    /// soft masses, it is a part of these.
     pub(crate) outside: F,
-    /// The rest of `q`, if any.
-    pub(crate) soft: Option<Soft<'a, F>>,
+    /// The masses of all ids, if `q` has more than the masses above.
+    pub(crate) soft: Option<SoftMasses<'a, F>>,
     pub(crate) terms: LossTerms,
 }
 
-/// Masses of all ids. Any scalar function of a position's distribution has the gradient of an objective whose masses are
-/// `q_v = -dF / d log p(v)`.
+/// The masses of all ids. Any scalar function F of a position's distribution has the gradient of an objective whose masses
+/// are `q_v = -dF / d log p(v)`.
 #[derive(Clone, Copy)]
-pub(crate) enum Soft<'a, F> {
-    /// Numbers, padded with zeros: label smoothing, or minus the upstream gradient of the log-probabilities.
+pub(crate) enum SoftMasses<'a, F> {
+    /// One number for each id, padded with zeros: label smoothing, or minus the upstream gradient of the
+    /// log-probabilities.
     Given(&'a [F]),
     /// With the tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`: the masses of a sum of
     /// `log Q(y)`, of `H(Q)` and of `log Q(outside)`, besides the candidates' own.
@@ -52,7 +53,7 @@ pub(crate) enum Soft<'a, F> {
 /// The upstream gradients of a position's scores.
 #[derive(Clone, Copy)]
 pub(crate) struct ScoreUpstream<F> {
-    /// The sum over all log-probabilities, and the mass outside among them
+    /// The sum of the upstream gradients of all log-probabilities, and of the mass outside.
     pub(crate) log_probs: F,
     pub(crate) entropy: F,
     pub(crate) outside: F,
@@ -63,25 +64,26 @@ pub(crate) struct ScoreUpstream<F> {
 pub(crate) struct PositionLoss {
     pub(crate) nll: f64,
     pub(crate) objective: f64,
-    /// Whether the target is the most probable id, if this was asked for.
+    /// Whether the target is the most probable id; false if the caller does not ask for it.
     pub(crate) is_correct: bool,
 }
 
 /// The K components of one position, in buffers that a thread reuses for every position.
 pub(crate) struct Components<F> {
-    /// `lse_k`
+    /// `lse_k`.
     pub(crate) lse: Vec<LogSumExp<F>>,
-    /// `log pi_k - log sum_v exp(z_kv - max_u z_ku)`, which is added to `z_kv - max_u z_ku`
+    /// `log pi_k - log sum_v exp(z_kv - max_u z_ku)`, which is added to `z_kv - max_u z_ku`.
     pub(crate) log_scale: Vec<F>,
-    /// The target's part of `R_k`
+    /// The target's part of `R_k`.
     pub(crate) hard_mass: Vec<F>,
-    /// `R_k`
+    /// `R_k`.
     pub(crate) mass: Vec<F>,
-    /// `[candidates, K]`: each candidate's part of `R_k`, times the slope of the softcap at its logit
+    /// `[candidates, K]`: each candidate's part of `R_k`, times the slope of the softcap at its logit.
     pub(crate) candidate_masses: Vec<F>,
 }
 
 impl<F: Float> Components<F> {
+    /// Allocates the buffers of so many components.
     pub(crate) fn new(components: usize) -> Self {
         let zeros = || vec![F::zero(); components];
         let lse = vec![LogSumExp::default(); components];
@@ -96,40 +98,41 @@ impl<F: Float> Components<F> {
         }
     }
 
-    /// For each component, the largest logit and the `log_scale`.
+    /// Returns the largest logit and the `log_scale` of each component.
     #[inline(always)]
     pub(crate) fn scales(&self) -> impl ExactSizeIterator<Item = (F, F)> + Clone + '_ {
         self.lse.iter().zip(&self.log_scale).map(|(lse, &log_scale)| (lse.largest, log_scale))
     }
 
-    /// Log p of an id, from its logits; at most zero.
+    /// Computes `log p` of an id, in two parts, from its logit of each component.
     pub(crate) fn log_prob(&self, logit: impl Fn(usize) -> F) -> LogSumExp<F> {
         LogSumExp::from_terms((0..self.lse.len()).map(|k| logit(k) - self.lse[k].largest + self.log_scale[k]))
     }
 
-    /// Adds the candidates' masses. `target_logit` is of a component and a candidate's index, `slope` the softcap's at a
-    /// logit.
+    /// Adds the candidates' masses. `candidate_logit` returns the logit of a component and the j-th candidate, `slope` the
+    /// slope of the softcap at a logit.
     pub(crate) fn add_candidates(
         &mut self,
         candidates: &[(usize, F)],
-        target_logit: impl Fn(usize, usize) -> F,
+        candidate_logit: impl Fn(usize, usize) -> F,
         slope: impl Fn(F) -> F,
     ) {
         self.candidate_masses.clear();
         for (j, &(_, mass)) in candidates.iter().enumerate() {
-            let log_p = self.log_prob(|k| target_logit(k, j));
+            let log_p = self.log_prob(|k| candidate_logit(k, j));
             for k in 0..self.lse.len() {
-                let z = target_logit(k, j);
+                let z = candidate_logit(k, j);
                 let joint = z - self.lse[k].largest + self.log_scale[k];
                 let r = if self.lse.len() == 1 { F::one() } else { (joint - log_p.largest - log_p.log_sum).exp() };
-                let of_row = weighted(mass, r);
-                self.mass[k] += of_row;
-                self.candidate_masses.push(of_row * slope(z));
+                let row_mass = weighted(mass, r);
+                self.mass[k] += row_mass;
+                self.candidate_masses.push(row_mass * slope(z));
             }
         }
     }
 
-    /// The part of the loss that depends only on the target's logits and the log-sum-exps. Sets the masses accordingly.
+    /// Computes the part of the loss that depends only on the target's logits and the log-sum-exps, and sets the masses
+    /// to the target's. `target_logit` returns the logit of a component and an id.
     pub(crate) fn hard_loss(
         &mut self,
         target: &Target<'_, F>,
@@ -159,14 +162,14 @@ impl<F: Float> Components<F> {
         loss
     }
 
-    /// `R_k + 2 zeta lse_k / K`, the factor of component k's softmax in the gradient of its logits.
+    /// Computes `R_k + 2 zeta lse_k / K`, the factor of component k's softmax in the gradient of its logits.
     #[inline(always)]
     pub(crate) fn softmax_mass(&self, target: &Target<'_, F>, k: usize) -> F {
         let z_loss = F::from_f64(target.terms.z_loss) / F::from_f64(self.lse.len() as f64);
         self.mass[k] + F::from_f64(2.0) * z_loss * self.lse[k].value()
     }
 
-    /// The same in f64; without a z-loss it is finite even if the log-sum-exp is not.
+    /// Computes [`Components::softmax_mass`] in f64; if there is no z-loss, it is finite even if the log-sum-exp is not.
     pub(crate) fn precise_softmax_mass(&self, target: &Target<'_, F>, k: usize) -> f64 {
         let z_loss = 2.0 * F::from_f64(target.terms.z_loss).f64() / self.lse.len() as f64;
         self.mass[k].f64() + weighted(z_loss, self.lse[k].value().f64())

@@ -1,4 +1,4 @@
-//! Divergences from a teacher's distributions, and their derivatives, in one sweep over each row.
+//! Divergences from a teacher's distributions, and their derivatives, in one sweep over each row of log-probabilities.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -10,7 +10,8 @@ use crate::backend::divergence::{Divergence, DivergenceTerms};
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 
-/// The values `[n]` and their derivatives by the log-probabilities `[n, vocab]`, which are written over these.
+/// Computes the divergences `[n]`, and their derivatives by the log-probabilities `[n, vocab]`, which are written over
+/// these.
 pub(crate) fn divergence<F: Float + Element>(
     log_probs: &Tensor,
     log_teacher: &Tensor,
@@ -37,23 +38,25 @@ pub(crate) fn divergence<F: Float + Element>(
     Ok((Tensor::from_vec(values, n, &Device::Cpu)?, Tensor::from_vec(rows, (n, vocab), &Device::Cpu)?))
 }
 
+/// A row of log-probabilities of student and teacher.
 struct DivergenceRow<'a, F> {
     /// The student's log-probabilities, then the derivatives.
     student: &'a mut [F],
     teacher: &'a [F],
-    /// The inverse of the temperature
+    /// The inverse of the temperature.
     power: F,
-    /// The factor of the derivatives
+    /// The factor of the derivatives.
     scale: F,
 }
 
-/// What one id adds, from the log-probabilities of student and teacher: to the divergence, and to its derivative by the
-/// student's log-probability, up to a constant times the probability.
+/// A divergence as a sum over ids.
 trait Term<F: Float>: Copy {
+    /// Computes the term of each id of a register from the log-probabilities of student and teacher, and the derivative of
+    /// the divergence by the student's log-probability of the id, up to a constant times the probability.
     fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg);
 }
 
-/// `factor x`, and zero for a probability of zero.
+/// Computes `probability x`, which is zero for a probability of zero, whatever `x` is.
 #[inline(always)]
 fn weighted<F: Float, V: Vector<F>>(v: V, probability: V::Reg, x: V::Reg) -> V::Reg {
     let zero = v.splat(F::zero());
@@ -89,15 +92,17 @@ impl<F: Float> Term<F> for Reverse {
 struct JensenShannon<F> {
     beta: F,
     log_beta: F,
-    log_rest: F,
+    /// `log(1 - beta)`.
+    log_complement: F,
 }
 
 impl<F: Float> JensenShannon<F> {
+    /// Computes the logarithms of the teacher's share `beta` and of the student's.
     fn new(beta: f64) -> Self {
         JensenShannon {
             beta: F::from_f64(beta),
             log_beta: F::from_f64(beta.ln()),
-            log_rest: F::from_f64((1.0 - beta).ln()),
+            log_complement: F::from_f64((1.0 - beta).ln()),
         }
     }
 }
@@ -106,17 +111,17 @@ impl<F: Float> Term<F> for JensenShannon<F> {
     #[inline(always)]
     fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
         let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
-        let (a, b) = (v.add(log_t, v.splat(self.log_beta)), v.add(log_q, v.splat(self.log_rest)));
+        let (a, b) = (v.add(log_t, v.splat(self.log_beta)), v.add(log_q, v.splat(self.log_complement)));
         let largest = v.max(a, b);
         let least = v.sub(zero, v.max(v.sub(zero, a), v.sub(zero, b)));
         let log_m = v.add(largest, ln(v, v.add(one, exp(v, v.sub(least, largest)))));
-        let of_teacher = v.mul(v.splat(self.beta), weighted(v, exp(v, log_t), v.sub(log_t, log_m)));
-        let of_student = v.mul(v.splat(F::one() - self.beta), weighted(v, exp(v, log_q), v.sub(log_q, log_m)));
-        (v.add(of_teacher, of_student), of_student)
+        let teacher_term = v.mul(v.splat(self.beta), weighted(v, exp(v, log_t), v.sub(log_t, log_m)));
+        let student_term = v.mul(v.splat(F::one() - self.beta), weighted(v, exp(v, log_q), v.sub(log_q, log_m)));
+        (v.add(teacher_term, student_term), student_term)
     }
 }
 
-/// The divergence of a row, whose derivatives replace the student's log-probabilities.
+/// The kernel that computes the divergence of a row, and replaces the student's log-probabilities by the derivatives.
 struct Sweep<'a, F, T>(DivergenceRow<'a, F>, T);
 
 impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
@@ -136,34 +141,39 @@ impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
         let (mut value, mut slope) = (zero, zero);
         if !is_tempered {
             let scale = v.splat(scale);
-            each(v, student, teacher, |log_q, log_t| {
-                let (of_value, of_slope) = term.value_and_slope(v, log_q, log_t);
-                value = v.add(value, of_value);
-                weighted(v, scale, of_slope)
+            map_student(v, student, teacher, |log_q, log_t| {
+                let (id_value, id_slope) = term.value_and_slope(v, log_q, log_t);
+                value = v.add(value, id_value);
+                weighted(v, scale, id_slope)
             });
             return not_negative(v.sum(value));
         }
-        each(v, student, teacher, |log_q, log_t| {
+        map_student(v, student, teacher, |log_q, log_t| {
             let (tempered_q, tempered_t) = tempered(log_q, log_t);
-            let (of_value, of_slope) = term.value_and_slope(v, tempered_q, tempered_t);
-            (value, slope) = (v.add(value, of_value), v.add(slope, of_slope));
+            let (id_value, id_slope) = term.value_and_slope(v, tempered_q, tempered_t);
+            (value, slope) = (v.add(value, id_value), v.add(slope, id_slope));
             log_q
         });
         let (slope, scale) = (v.splat(v.sum(slope)), v.splat(scale * power));
-        each(v, student, teacher, |log_q, log_t| {
+        map_student(v, student, teacher, |log_q, log_t| {
             let (tempered_q, tempered_t) = tempered(log_q, log_t);
-            let of_slope = term.value_and_slope(v, tempered_q, tempered_t).1;
-            weighted(v, scale, v.sub(of_slope, weighted(v, exp(v, tempered_q), slope)))
+            let id_slope = term.value_and_slope(v, tempered_q, tempered_t).1;
+            weighted(v, scale, v.sub(id_slope, weighted(v, exp(v, tempered_q), slope)))
         });
         not_negative(v.sum(value))
     }
 }
 
-/// Replaces each register of a student's row by a function of it and of the teacher's. What fills up the last one is
+/// Replaces each register of a student's row by a function of it and of the teacher's. The last register is padded with
 /// minus infinity.
 #[inline(always)]
-fn each<F: Float, V: Vector<F>>(v: V, student: &mut [F], teacher: &[F], mut f: impl FnMut(V::Reg, V::Reg) -> V::Reg) {
-    let (teacher, rest_of_teacher) = V::split(teacher);
+fn map_student<F: Float, V: Vector<F>>(
+    v: V,
+    student: &mut [F],
+    teacher: &[F],
+    mut f: impl FnMut(V::Reg, V::Reg) -> V::Reg,
+) {
+    let (teacher, teacher_rest) = V::split(teacher);
     let (student, rest) = V::split_mut(student);
     for (q, &t) in student.iter_mut().zip(teacher) {
         *q = f(*q, t);
@@ -171,13 +181,13 @@ fn each<F: Float, V: Vector<F>>(v: V, student: &mut [F], teacher: &[F], mut f: i
     if !rest.is_empty() {
         let mut padded = [[F::neg_infinity(); ROW_ALIGN]; 2];
         padded[0][..rest.len()].copy_from_slice(rest);
-        padded[1][..rest.len()].copy_from_slice(rest_of_teacher);
+        padded[1][..rest.len()].copy_from_slice(teacher_rest);
         let result = f(V::registers(&padded[0])[0], V::registers(&padded[1])[0]);
         v.store_partial(result, rest);
     }
 }
 
-/// `log sum_v exp(power log p(v))`
+/// Computes `log sum_v exp(power log p(v))`.
 #[inline(always)]
 fn log_norm<F: Float, V: Vector<F>>(v: V, log_probs: &[F], power: F) -> F {
     let (registers, rest) = V::split(log_probs);

@@ -7,15 +7,16 @@ use crate::tensors::checks::read_ids;
 /// The ids of each position whose logits are needed one by one: each once, in ascending order.
 #[derive(Clone, Copy)]
 pub(crate) enum ListedIds<'a> {
-    /// None of any position.
+    /// No position lists an id.
     Nothing,
-    /// The target of each position that is not ignored.
+    /// Each position that is not ignored lists its target.
     Targets(&'a [Option<usize>]),
+    /// Each position lists its candidates.
     Candidates(&'a Candidates),
 }
 
 impl<'a> ListedIds<'a> {
-    /// The ids of position `t`; `None` if it is ignored.
+    /// Returns the ids of position `t`; `None` if it is ignored.
     pub(crate) fn at(self, t: usize) -> Option<&'a [usize]> {
         match self {
             ListedIds::Nothing => Some(&[]),
@@ -25,17 +26,17 @@ impl<'a> ListedIds<'a> {
     }
 }
 
-/// The ids of scores, some of which may be equal.
+/// The candidates of scores, some of which may be equal.
 pub(crate) struct Candidates {
-    /// How many candidates each position has.
+    /// The number of candidates of each position.
     pub(crate) n: usize,
-    /// `[positions, n]`
+    /// `[positions, n]`: the candidates as the caller gives them.
     given: Vec<usize>,
-    /// `[positions + 1]`
+    /// `[positions + 1]`: where each position's ids start in `ids`.
     starts: Vec<usize>,
-    /// The ids of each position, each once, in ascending order
+    /// The ids of each position, each once, in ascending order.
     ids: Vec<usize>,
-    /// `[positions, n]`: the place of each candidate among its position's ids
+    /// `[positions, n]`: the place of each candidate among its position's ids.
     places: Vec<usize>,
 }
 
@@ -47,27 +48,27 @@ impl Candidates {
         let (mut starts, mut ids, mut places) = (vec![0], Vec::new(), Vec::with_capacity(given.len()));
         for t in 0..positions {
             let given = &given[t * n..(t + 1) * n];
-            let mut of_position = given.to_vec();
-            of_position.sort_unstable();
-            of_position.dedup();
-            places.extend(given.iter().map(|id| of_position.partition_point(|other| other < id)));
-            ids.extend(of_position);
+            let mut distinct = given.to_vec();
+            distinct.sort_unstable();
+            distinct.dedup();
+            places.extend(given.iter().map(|id| distinct.partition_point(|other| other < id)));
+            ids.extend(distinct);
             starts.push(ids.len());
         }
         Ok(Candidates { n, given, starts, ids, places })
     }
 
-    /// The ids of position `t`.
+    /// Returns the ids of position `t`, each once, in ascending order.
     pub(crate) fn at(&self, t: usize) -> &[usize] {
         &self.ids[self.starts[t]..self.starts[t + 1]]
     }
 
-    /// `[n]`: position `t`'s candidates as they were given.
+    /// Returns position `t`'s candidates, `[n]`, as the caller gives them.
     pub(crate) fn given(&self, t: usize) -> &[usize] {
         &self.given[t * self.n..(t + 1) * self.n]
     }
 
-    /// `[n]`: the place of each of position `t`'s candidates among its ids.
+    /// Returns the place of each of position `t`'s candidates among its ids, `[n]`.
     pub(crate) fn places(&self, t: usize) -> &[usize] {
         &self.places[t * self.n..(t + 1) * self.n]
     }

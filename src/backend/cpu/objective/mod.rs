@@ -1,5 +1,7 @@
-//! What is computed of each position: targets and sums of components, and the results that collect it.
+//! The objective of each position, which both computations share: its targets, the sums over its components, and the
+//! results of all positions.
 
+pub(crate) mod argmax_terms;
 pub(crate) mod components;
 pub(crate) mod divergence;
 pub(crate) mod listed_ids;

@@ -1,4 +1,4 @@
-//! The accumulated gradients and the results of a loss, as tensors, after the last chunk.
+//! The results of a loss: the gradients that its chunks accumulate, and the tensors that it returns after the last chunk.
 
 use std::ops::Range;
 
@@ -11,15 +11,17 @@ use crate::backend::contract::{Gradients, LossResults};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::vector::math::weighted;
-use crate::backend::operands::{NeedsGrad, Sizes};
+use crate::backend::cpu::vector::simd::Float;
+use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::error::{Error, Result};
 
-/// The gradients accumulated over the chunks; empty unless they are needed.
+/// The gradients that the chunks accumulate. Those that are not needed are empty.
 pub(crate) struct BufferedGradients<T: Element> {
-    pub(crate) needed: bool,
-    /// `[positions, K, d]`
+    /// Whether any gradient is needed.
+    pub(crate) are_needed: bool,
+    /// `[positions, K, d]`.
     pub(crate) contexts: Vec<T::Acc>,
-    /// `[positions, K]`
+    /// `[positions, K]`.
     pub(crate) log_priors: Vec<T::Acc>,
     pub(crate) decoder: DecoderGradients<T::Acc>,
     weight_rows: usize,
@@ -30,83 +32,101 @@ pub(crate) struct BufferedGradients<T: Element> {
 pub(crate) struct DecoderGradients<F> {
     pub(crate) weight: Option<ColumnGradient<F>>,
     pub(crate) adapter: Option<ColumnGradient<F>>,
-    /// `[rows of the weight]`
+    /// `[rows of the weight]`.
     pub(crate) bias: Option<Vec<F>>,
 }
 
 /// The gradient of some columns of the decoder.
 pub(crate) struct ColumnGradient<F> {
     pub(crate) columns: Range<usize>,
-    /// `[rows of the weight, columns]`
+    /// `[rows of the weight, columns]`.
     pub(crate) values: Vec<F>,
-    /// `[rows of the weight, columns]`, in place of `values`, if a single chunk writes the gradient and rounds it
+    /// `[rows of the weight, columns]`, in place of `values`, if a single chunk writes the gradient and rounds it.
     pub(crate) rounded: Vec<bf16>,
     /// Whether `values` already holds the contribution of an earlier chunk or loss.
     pub(crate) is_started: bool,
 }
 
 impl<F> DecoderGradients<F> {
-    /// The gradients of the matrices, and the bias's.
+    /// Returns the gradients of the weight and the adapter, and that of the bias.
     pub(crate) fn parts(&mut self) -> (impl Iterator<Item = &mut ColumnGradient<F>>, Option<&mut Vec<F>>) {
         (self.weight.iter_mut().chain(&mut self.adapter), self.bias.as_mut())
     }
 }
 
-impl<T: Element> BufferedGradients<T> {
-    /// No gradients.
-    pub(crate) fn none(sizes: Sizes) -> Self {
-        Self::new(sizes, 0, 0..0, NeedsGrad::default(), None, false)
+/// The buffer of the weight's gradient before the first chunk.
+pub(crate) enum WeightBuffer<F> {
+    /// Zeros, to which the chunks add.
+    Zeros,
+    /// The gradient of earlier losses, to which the chunks add.
+    SoFar(Vec<F>),
+    /// A buffer in bf16, to which a single chunk writes the rounded gradient.
+    Rounded,
+}
+
+impl<F: Float> ColumnGradient<F> {
+    /// Makes the gradient of these columns of a matrix with so many rows.
+    fn new(rows: usize, columns: Range<usize>, buffer: WeightBuffer<F>) -> Self {
+        let size = rows * columns.len();
+        let (values, rounded, is_started) = match buffer {
+            WeightBuffer::Zeros => (zeros(size), Vec::new(), false),
+            WeightBuffer::SoFar(values) => (values, Vec::new(), true),
+            WeightBuffer::Rounded => (Vec::new(), zeros(size), false),
+        };
+        ColumnGradient { columns, values, rounded, is_started }
     }
 
-    /// `so_far` is the weight's gradient of earlier losses. With `rounds`, the weight's gradient is in bf16.
-    pub(crate) fn new(
-        sizes: Sizes,
-        weight_rows: usize,
-        adapter_columns: Range<usize>,
-        needs_grad: NeedsGrad,
-        so_far: Option<Vec<T::Acc>>,
-        rounds: bool,
-    ) -> Self {
-        let Sizes { positions, components, context_dim, .. } = sizes;
-        let rows = positions * components;
-        let columns = |columns: Range<usize>, so_far: Option<Vec<T::Acc>>, rounds: bool| {
-            let size = weight_rows * columns.len();
-            let rounds = rounds && so_far.is_none();
-            ColumnGradient {
-                is_started: so_far.is_some(),
-                values: so_far.unwrap_or_else(|| zeros(if rounds { 0 } else { size })),
-                rounded: zeros(if rounds { size } else { 0 }),
-                columns,
-            }
-        };
+    /// Makes a tensor `[rows, columns]` of the gradient.
+    fn into_tensor(self, rows: usize) -> candle_core::Result<Tensor> {
+        let shape = (rows, self.columns.len());
+        if self.rounded.is_empty() {
+            Tensor::from_vec(self.values, shape, &Device::Cpu)
+        } else {
+            Tensor::from_vec(self.rounded, shape, &Device::Cpu)
+        }
+    }
+}
+
+impl<T: Element> BufferedGradients<T> {
+    /// Makes the gradients of a call that needs none.
+    pub(crate) fn none() -> Self {
         BufferedGradients {
-            needed: needs_grad.any(),
-            contexts: zeros(if needs_grad.contexts { rows * context_dim } else { 0 }),
-            log_priors: zeros(if needs_grad.any() { rows } else { 0 }),
-            decoder: DecoderGradients {
-                weight: needs_grad.weight.then(|| columns(0..adapter_columns.start, so_far, rounds)),
-                adapter: needs_grad.adapter.then(|| columns(adapter_columns, None, false)),
-                bias: needs_grad.bias.then(|| zeros(weight_rows)),
-            },
-            weight_rows,
+            are_needed: false,
+            contexts: Vec::new(),
+            log_priors: Vec::new(),
+            decoder: DecoderGradients { weight: None, adapter: None, bias: None },
+            weight_rows: 0,
         }
     }
 
+    /// Allocates the gradients of the operands that need one.
+    pub(crate) fn new(operands: &Operands, needs_grad: NeedsGrad, weight_buffer: WeightBuffer<T::Acc>) -> Result<Self> {
+        let Sizes { positions, components, context_dim, .. } = operands.sizes;
+        let (rows, weight_rows) = (positions * components, operands.weight_rows()?);
+        let adapter_columns = operands.adapter_columns()?;
+        let weight_columns = 0..adapter_columns.start;
+        let columns = |columns, buffer| ColumnGradient::new(weight_rows, columns, buffer);
+        Ok(BufferedGradients {
+            are_needed: needs_grad.any(),
+            contexts: zeros(if needs_grad.contexts { rows * context_dim } else { 0 }),
+            log_priors: zeros(if needs_grad.any() { rows } else { 0 }),
+            decoder: DecoderGradients {
+                weight: needs_grad.weight.then(|| columns(weight_columns, weight_buffer)),
+                adapter: needs_grad.adapter.then(|| columns(adapter_columns, WeightBuffer::Zeros)),
+                bias: needs_grad.bias.then(|| zeros(weight_rows)),
+            },
+            weight_rows,
+        })
+    }
+
+    /// Makes tensors of the gradients that are needed.
     fn into_tensors(self, sizes: Sizes, needs_grad: NeedsGrad) -> Result<Gradients> {
         let Sizes { positions, components, context_dim, .. } = sizes;
         let tensor = |is_needed: bool, values: Vec<T::Acc>, shape: &[usize]| {
             is_needed.then(|| Tensor::from_vec(values, shape, &Device::Cpu)).transpose()
         };
         let columns = |gradient: Option<ColumnGradient<T::Acc>>| {
-            let of_part = |part: ColumnGradient<T::Acc>| {
-                let shape = (self.weight_rows, part.columns.len());
-                if part.rounded.is_empty() {
-                    Tensor::from_vec(part.values, shape, &Device::Cpu)
-                } else {
-                    Tensor::from_vec(part.rounded, shape, &Device::Cpu)
-                }
-            };
-            gradient.map(of_part).transpose()
+            gradient.map(|gradient| gradient.into_tensor(self.weight_rows)).transpose()
         };
         let DecoderGradients { weight, adapter, bias } = self.decoder;
         Ok(Gradients {
@@ -119,10 +139,12 @@ impl<T: Element> BufferedGradients<T> {
     }
 }
 
+/// Makes the results of a loss. `targets` are those that were known before the first chunk: if there are none, each
+/// position has a weight of one.
 pub(crate) fn results<T: Element>(
     sizes: Sizes,
     needs_grad: NeedsGrad,
-    targets: &Targets<T::Acc>,
+    targets: Option<&Targets<T::Acc>>,
     losses: &[PositionLoss],
     gradients: BufferedGradients<T>,
 ) -> Result<LossResults> {
@@ -132,10 +154,11 @@ pub(crate) fn results<T: Element>(
         let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::from_f64(x)).collect();
         Ok::<_, Error>(Tensor::from_vec(values, sizes.positions, &Device::Cpu)?)
     };
-    let objective = |(t, loss): (usize, &PositionLoss)| weighted(targets.position_weight(t), loss.objective);
+    let weight = |t: usize| targets.map_or(1.0, |targets| targets.position_weight(t));
+    let objective = |(t, loss): (usize, &PositionLoss)| weighted(weight(t), loss.objective);
     let objective: Vec<f64> = losses.iter().enumerate().map(objective).collect();
     let nll: Vec<f64> = losses.iter().map(|loss| loss.nll).collect();
-    let count: f64 = (0..sizes.positions).map(|t| targets.count(t)).sum();
+    let count: f64 = (0..sizes.positions).map(|t| targets.map_or(1.0, |targets| targets.count(t))).sum();
     let is_correct = || {
         let is_correct: Vec<u8> = losses.iter().map(|loss| u8::from(loss.is_correct)).collect();
         Tensor::from_vec(is_correct, sizes.positions, &Device::Cpu)
@@ -145,7 +168,7 @@ pub(crate) fn results<T: Element>(
         nll: vector(&nll)?,
         sum: scalar(objective.iter().sum())?,
         count: scalar(count)?,
-        is_correct: targets.terms.correct.then(is_correct).transpose()?,
+        is_correct: targets.is_some_and(Targets::needs_correct).then(is_correct).transpose()?,
         gradients: gradients.into_tensors(sizes, needs_grad)?,
     })
 }

@@ -1,233 +1,222 @@
-//! The targets of a loss and their weights, read and checked before the first chunk.
+//! The targets of an objective, from which each position's masses follow: target ids and their weights, which are read and
+//! checked before the first chunk, or the upstream gradients of scores or log-probabilities.
 
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::components::{ScoreUpstream, Soft, Target};
+use super::components::{ScoreUpstream, SoftMasses, Target};
 use super::listed_ids::{Candidates, ListedIds};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
-use crate::backend::objective::{GradScale, LossTerms, Objective, Scored, TargetLoss, OF_POSITION};
+use crate::backend::objective::{GradScale, LossTerms, Objective, Scored, TargetLoss, POSITION_SCORES};
 use crate::backend::operands::Sizes;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 
-/// The targets of all positions, and their weights.
-pub(crate) struct Targets<F> {
-    /// `None` if the objective is an inner product with an upstream gradient
-    ids: Option<Ids<F>>,
-    /// If that is the gradient of scores
-    scores: Option<ScoreMasses<F>>,
-    /// `[stride]`, if `soft_step` is zero: the mass that label smoothing gives to each id; empty without smoothing.
-    /// Otherwise `[positions, stride]`: the upstream gradient of the log-probabilities, whose masses have the other sign.
-    soft: Vec<F>,
-    soft_step: usize,
-    /// The position that `soft` starts at.
-    soft_first: usize,
-    stride: usize,
-    pub(crate) terms: LossTerms,
+/// The targets of all positions, or of a chunk's.
+pub(crate) enum Targets<F> {
+    /// A loss over target ids.
+    Ids(TargetIds<F>),
+    /// The inner product of scores and their upstream gradients.
+    Scores(ScoreTargets<F>),
+    /// The inner product of log-probabilities and their upstream gradients.
+    LogProbs(LogProbTargets<F>),
 }
 
-/// The upstream gradients of the scores of some positions.
-struct ScoreMasses<F> {
-    /// The first position
-    first: usize,
-    /// Where the ids of each position start, in `candidates`
-    starts: Vec<usize>,
-    /// Each id and its mass
-    candidates: Vec<(usize, F)>,
-    /// `[positions]`
-    upstream: Vec<ScoreUpstream<F>>,
-    power: F,
-}
-
-impl<F: Float> ScoreMasses<F> {
-    fn target(&self, t: usize) -> Option<Target<'_, F>> {
-        let i = t - self.first;
-        let candidates = &self.candidates[self.starts[i]..self.starts[i + 1]];
-        let (upstream, power, zero) = (self.upstream[i], self.power, F::zero());
-        let is_plain = upstream.entropy == zero && upstream.outside == zero;
-        if is_plain && candidates.iter().all(|&(_, mass)| mass == zero) {
-            return None;
-        }
-        let soft = (!is_plain || power != F::one()).then_some(Soft::Scores { upstream, power });
-        Some(Target { hard: None, candidates, outside: -power * upstream.outside, soft, terms: LossTerms::default() })
-    }
-}
-
-struct Ids<F> {
-    /// `None` where the target is ignored
+/// The target ids of all positions, and their weights.
+pub(crate) struct TargetIds<F> {
+    /// `[positions]`: the target ids; `None` for an ignored position.
     ids: Vec<Option<usize>>,
-    /// The rows of the weight that the targets have; `ELSEWHERE` if another rank has it. `None` where it is ignored
+    /// `[positions]`: the targets' rows of the weight, or `ELSEWHERE` if another rank has the row; `None` for an ignored
+    /// position.
     rows: Vec<Option<usize>>,
     position_weights: Option<Vec<F>>,
     class_weights: Option<Vec<F>>,
     smoothing: F,
-    /// `[positions]`: the factor of the gradient of each position's objective
+    /// `[vocab]`, padded with zeros: the mass that label smoothing gives to each id; empty without smoothing.
+    smoothed: Vec<F>,
+    /// `[positions]`: the factor of the gradient of each position's objective.
     scales: Vec<F>,
-    /// `[positions]`: what is added to each target's logit, if it is an entry of its own
+    /// `[positions]`: what is added to each target's logit, if targets are entries of their own.
     own_shifts: Option<Vec<F>>,
+    terms: LossTerms,
+}
+
+/// The upstream gradients of the scores of some positions.
+pub(crate) struct ScoreTargets<F> {
+    /// The first of these positions.
+    first: usize,
+    /// `[positions + 1]`: where each position's ids start in `candidates`.
+    starts: Vec<usize>,
+    /// The ids of each position, each once, and their masses.
+    candidates: Vec<(usize, F)>,
+    /// `[positions]`.
+    upstream: Vec<ScoreUpstream<F>>,
+    /// The inverse of the temperature, or one if the logits are tempered already.
+    power: F,
+}
+
+/// The upstream gradients of the log-probabilities of some positions.
+pub(crate) struct LogProbTargets<F> {
+    /// The first of these positions.
+    first: usize,
+    /// `[positions, stride]`, padded with zeros. The masses have the other sign.
+    upstream: Vec<F>,
+    stride: usize,
 }
 
 impl<F: Float> Targets<F> {
-    /// The inner product of the scores of some positions, from `first` on, and `upstream`, `[positions, n + 2]`. The
+    /// Reads the targets, which must be among the `rows` of the weight, or in the vocabulary of all ranks.
+    pub(crate) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
+        match objective {
+            Objective::Targets(loss) => Ok(Targets::Ids(TargetIds::new(loss, sizes, rows)?)),
+            Objective::LogProbs { upstream } => {
+                Ok(Self::from_log_prob_upstream(upstream.flatten_all()?.to_vec1()?, 0, sizes.vocab))
+            }
+        }
+    }
+
+    /// Makes the targets of positions from `first` on whose scores have the gradients `upstream`, `[positions, n + 2]`. The
     /// `power` is the inverse of the temperature, or one if the logits are tempered already.
-    pub(crate) fn of_scores(
+    pub(crate) fn from_score_upstream(
         scored: &Scored,
         candidates: &Candidates,
         upstream: &[F],
         first: usize,
         power: F,
-        sizes: Sizes,
     ) -> Self {
-        let n = candidates.n;
-        let (mut starts, mut masses, mut sums) = (vec![0], Vec::new(), Vec::new());
-        let of_score = |is_needed: bool, g: F| if is_needed { g } else { F::zero() };
-        for (t, row) in (first..).zip(upstream.chunks_exact(n + OF_POSITION)) {
-            let start = masses.len();
-            masses.extend(candidates.at(t).iter().map(|&id| (id, F::zero())));
-            for (&place, &g) in candidates.places(t).iter().zip(row) {
-                masses[start + place].1 += -power * g;
-            }
-            starts.push(masses.len());
-            let (entropy, outside) = (of_score(scored.entropy, row[n]), of_score(scored.outside, row[n + 1]));
-            let log_probs = row[..n].iter().copied().sum::<F>() + outside;
-            sums.push(ScoreUpstream { log_probs, entropy, outside });
-        }
-        let scores = ScoreMasses { first, starts, candidates: masses, upstream: sums, power };
-        Targets { scores: Some(scores), ..Self::none(sizes) }
+        Targets::Scores(ScoreTargets::new(scored, candidates, upstream, first, power))
     }
 
-    /// The inner product of the log-probabilities of some positions, from `first` on, and `upstream`, `[positions, vocab]`.
-    pub(crate) fn of_upstream(upstream: Vec<F>, first: usize, sizes: Sizes) -> Self {
-        let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        let soft = if stride == sizes.vocab {
+    /// Makes the targets of positions from `first` on whose log-probabilities have the gradients `upstream`,
+    /// `[positions, vocab]`.
+    pub(crate) fn from_log_prob_upstream(upstream: Vec<F>, first: usize, vocab: usize) -> Self {
+        let stride = vocab.next_multiple_of(ROW_ALIGN);
+        let upstream = if stride == vocab {
             upstream
         } else {
-            let mut soft = zeros(upstream.len() / sizes.vocab * stride);
-            let rows = soft.par_chunks_exact_mut(stride).zip(upstream.par_chunks_exact(sizes.vocab));
+            let mut padded = zeros(upstream.len() / vocab * stride);
+            let rows = padded.par_chunks_exact_mut(stride).zip(upstream.par_chunks_exact(vocab));
             rows.for_each(|(row, upstream)| row[..upstream.len()].copy_from_slice(upstream));
-            soft
+            padded
         };
-        Targets { soft, soft_step: stride, soft_first: first, ..Self::none(sizes) }
+        Targets::LogProbs(LogProbTargets { first, upstream, stride })
     }
 
-    /// No targets: the objective is not known before the scores.
-    pub(crate) fn none(sizes: Sizes) -> Self {
-        let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        let terms = LossTerms::default();
-        Targets { ids: None, scores: None, soft: vec![], soft_step: 0, soft_first: 0, stride, terms }
+    /// Returns the target ids, if the objective has any.
+    fn ids(&self) -> Option<&TargetIds<F>> {
+        match self {
+            Targets::Ids(ids) => Some(ids),
+            Targets::Scores(_) | Targets::LogProbs(_) => None,
+        }
     }
 
-    /// Reads the targets, which must be among the `rows` of the weight, or in the vocabulary of all ranks.
-    pub(crate) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
-        let stride = sizes.vocab.next_multiple_of(ROW_ALIGN);
-        let loss = match objective {
-            Objective::LogProbs { upstream } => {
-                return Ok(Self::of_upstream(upstream.flatten_all()?.to_vec1()?, 0, sizes));
-            }
-            Objective::Targets(loss) => loss,
-        };
-        let TargetLoss { targets, position_weights, class_weights, terms, .. } = loss;
+    /// Returns whether the masses are those of all ids.
+    pub(crate) fn are_soft(&self) -> bool {
+        match self {
+            Targets::Ids(ids) => !ids.smoothed.is_empty(),
+            Targets::Scores(scores) => scores.are_soft(),
+            Targets::LogProbs(log_probs) => !log_probs.upstream.is_empty(),
+        }
+    }
+
+    /// Returns whether the caller needs to know which targets are the most probable ids.
+    pub(crate) fn needs_correct(&self) -> bool {
+        self.ids().is_some_and(|ids| ids.terms.needs_correct)
+    }
+
+    /// Returns the row of the target of position `t`; `None` if the position is ignored.
+    pub(crate) fn row(&self, t: usize) -> Option<usize> {
+        self.ids()?.rows[t]
+    }
+
+    /// Returns the target id of position `t`; `None` if the position is ignored.
+    pub(crate) fn id(&self, t: usize) -> Option<usize> {
+        self.ids()?.ids[t]
+    }
+
+    /// Lists the row of each position's target.
+    pub(crate) fn listed(&self) -> ListedIds<'_> {
+        self.ids().map_or(ListedIds::Nothing, |ids| ListedIds::Targets(&ids.rows))
+    }
+
+    /// Returns what is added to the logit of position `t`'s target, if targets are entries of their own.
+    pub(crate) fn own_shift(&self, t: usize) -> Option<F> {
+        Some(self.ids()?.own_shifts.as_ref()?[t])
+    }
+
+    /// Returns whether targets are entries of their own.
+    pub(crate) fn are_own(&self) -> bool {
+        self.ids().is_some_and(|ids| ids.own_shifts.is_some())
+    }
+
+    /// Returns the target of position `t` for the row kernels; `None` if the position has no gradient.
+    pub(crate) fn position(&self, t: usize) -> Option<Target<'_, F>> {
+        match self {
+            Targets::Ids(ids) => ids.target(t),
+            Targets::Scores(scores) => scores.target(t),
+            Targets::LogProbs(log_probs) => Some(log_probs.target(t)),
+        }
+    }
+
+    /// Returns the factor of the gradient of position `t`'s objective.
+    pub(crate) fn scale(&self, t: usize) -> F {
+        match self {
+            Targets::Ids(ids) => ids.scales[t],
+            Targets::Scores(_) => F::one(),
+            Targets::LogProbs(_) => -F::one(),
+        }
+    }
+
+    /// Returns the weight of position `t`; zero if the position is ignored.
+    pub(crate) fn position_weight(&self, t: usize) -> f64 {
+        self.ids().map_or(1.0, |ids| ids.position_weight(t))
+    }
+
+    /// Returns the contribution of position `t` to the denominator of the mean.
+    pub(crate) fn count(&self, t: usize) -> f64 {
+        self.ids().map_or(1.0, |ids| ids.count(t))
+    }
+}
+
+impl<F: Float> TargetIds<F> {
+    /// Reads the targets of a loss, which must be among the `rows` of the weight, or in the vocabulary of all ranks.
+    fn new(loss: &TargetLoss, sizes: Sizes, rows: usize) -> Result<Self> {
         let vocab = loss.shard.as_ref().map_or(rows, VocabShard::vocab_size);
-        let ids = read_ids("targets", targets, loss.ignore_index, vocab)?;
+        let ids = read_ids("targets", &loss.targets, loss.ignore_index, vocab)?;
         let rows = match &loss.shard {
             Some(shard) => ids.iter().map(|id| id.map(|id| shard.row(id))).collect(),
             None => ids.clone(),
         };
         let read = |numbers: &Option<Tensor>| numbers.as_ref().map(|numbers| numbers.to_vec1::<F>()).transpose();
-        let (position_weights, class_weights) = (read(position_weights)?, read(class_weights)?);
-        let smoothing = F::from_f64(terms.label_smoothing);
-        let mut soft = Vec::new();
-        if terms.label_smoothing > 0.0 {
-            let whole = 0..sizes.vocab;
-            let (vocab, own) =
-                loss.shard.as_ref().map_or((sizes.vocab, whole), |shard| (shard.vocab_size(), shard.range()));
-            let share = smoothing / F::from_f64(vocab as f64);
-            soft = match &class_weights {
-                Some(weights) => weights[own].iter().map(|&c| c * share).collect(),
-                None => vec![share; sizes.vocab],
-            };
-            soft.resize(stride, F::zero());
-        }
-        let own_shifts = read(&loss.own_shifts)?;
-        let mut ids = Ids { ids, rows, position_weights, class_weights, smoothing, scales: Vec::new(), own_shifts };
-        ids.scales = ids.gradient_scales(&loss.scale, sizes.positions)?;
-        Ok(Targets { ids: Some(ids), soft, terms: *terms, ..Self::none(sizes) })
-    }
-
-    /// Whether there are soft targets.
-    pub(crate) fn are_soft(&self) -> bool {
-        let scores = self.scores.as_ref();
-        let are_tempered = |scores: &ScoreMasses<F>| {
-            let is_soft = |of: &ScoreUpstream<F>| of.entropy != F::zero() || of.outside != F::zero();
-            scores.power != F::one() || scores.upstream.iter().any(is_soft)
+        let class_weights = read(&loss.class_weights)?;
+        let mut targets = TargetIds {
+            ids,
+            rows,
+            position_weights: read(&loss.position_weights)?,
+            smoothing: F::from_f64(loss.terms.label_smoothing),
+            smoothed: smoothed_masses(loss, class_weights.as_deref(), sizes),
+            class_weights,
+            scales: Vec::new(),
+            own_shifts: read(&loss.own_shifts)?,
+            terms: loss.terms,
         };
-        !self.soft.is_empty() || scores.is_some_and(are_tempered)
+        targets.scales = targets.gradient_scales(&loss.scale, sizes.positions)?;
+        Ok(targets)
     }
 
-    /// The row of the target of position `t`; `None` if it is ignored.
-    pub(crate) fn row(&self, t: usize) -> Option<usize> {
-        self.ids.as_ref()?.rows[t]
-    }
-
-    /// The target id of position `t`; `None` if it is ignored.
-    pub(crate) fn id(&self, t: usize) -> Option<usize> {
-        self.ids.as_ref()?.ids[t]
-    }
-
-    /// The row of each position's target.
-    pub(crate) fn listed(&self) -> ListedIds<'_> {
-        ListedIds::Targets(self.ids.as_ref().map_or(&[], |ids| &ids.rows))
-    }
-
-    /// What is added to the logit of position `t`'s target, if targets are entries of their own.
-    pub(crate) fn own_shift(&self, t: usize) -> Option<F> {
-        Some(self.ids.as_ref()?.own_shifts.as_ref()?[t])
-    }
-
-    /// Whether targets are entries of their own.
-    pub(crate) fn are_own(&self) -> bool {
-        self.ids.as_ref().is_some_and(|ids| ids.own_shifts.is_some())
-    }
-
-    /// The target of position `t` for the row kernels; `None` if it is ignored.
-    pub(crate) fn position(&self, t: usize) -> Option<Target<'_, F>> {
-        if let Some(scores) = &self.scores {
-            return scores.target(t);
-        }
-        let soft = (!self.soft.is_empty())
-            .then(|| Soft::Given(&self.soft[(t - self.soft_first) * self.soft_step..][..self.stride]));
-        let Some(ids) = &self.ids else {
-            return Some(Target { hard: None, candidates: &[], outside: F::zero(), soft, terms: self.terms });
-        };
-        let id = ids.ids[t]?;
-        let class_weight = ids.class_weights.as_ref().map_or(F::one(), |weights| weights[id]);
-        let hard = Some((ids.rows[t]?, class_weight * (F::one() - ids.smoothing)));
+    /// Returns the target of position `t`; `None` if the position is ignored.
+    fn target(&self, t: usize) -> Option<Target<'_, F>> {
+        let id = self.ids[t]?;
+        let class_weight = self.class_weights.as_ref().map_or(F::one(), |weights| weights[id]);
+        let hard = Some((self.rows[t]?, class_weight * (F::one() - self.smoothing)));
+        let soft = (!self.smoothed.is_empty()).then_some(SoftMasses::Given(&self.smoothed));
         Some(Target { hard, candidates: &[], outside: F::zero(), soft, terms: self.terms })
     }
 
-    /// The factor of the gradient of position `t`'s objective.
-    pub(crate) fn scale(&self, t: usize) -> F {
-        let of_upstream = if self.soft_step > 0 { -F::one() } else { F::one() };
-        self.ids.as_ref().map_or(of_upstream, |ids| ids.scales[t])
-    }
-
-    /// The weight of position `t`; zero if it is ignored.
-    pub(crate) fn position_weight(&self, t: usize) -> f64 {
-        self.ids.as_ref().map_or(1.0, |ids| ids.position_weight(t))
-    }
-
-    /// The contribution of position `t` to the denominator of the mean.
-    pub(crate) fn count(&self, t: usize) -> f64 {
-        self.ids.as_ref().map_or(1.0, |ids| ids.count(t))
-    }
-}
-
-impl<F: Float> Ids<F> {
-    /// The factor of each position's gradient: its weight times `scale`.
+    /// Computes the factor of each position's gradient: its weight times `scale`.
     fn gradient_scales(&self, scale: &GradScale, positions: usize) -> Result<Vec<F>> {
         let factors = match scale {
             GradScale::Constant(factor) => vec![*factor; positions],
@@ -241,6 +230,7 @@ impl<F: Float> Ids<F> {
         Ok(factors.into_iter().enumerate().map(scale).collect())
     }
 
+    /// Returns the weight of position `t`; zero if the position is ignored.
     fn position_weight(&self, t: usize) -> f64 {
         match (self.ids[t], &self.position_weights) {
             (None, _) => 0.0,
@@ -249,11 +239,80 @@ impl<F: Float> Ids<F> {
         }
     }
 
+    /// Returns the contribution of position `t` to the denominator of the mean.
     fn count(&self, t: usize) -> f64 {
         let class_weight = match &self.class_weights {
             Some(weights) => self.ids[t].map_or(0.0, |id| weights[id].f64()),
             None => 1.0,
         };
         self.position_weight(t) * class_weight
+    }
+}
+
+/// Computes the mass that label smoothing gives to each id, `[vocab]`, padded with zeros; empty without smoothing. Each id
+/// of the whole vocabulary gets an equal share, times its class weight.
+fn smoothed_masses<F: Float>(loss: &TargetLoss, class_weights: Option<&[F]>, sizes: Sizes) -> Vec<F> {
+    if loss.terms.label_smoothing <= 0.0 {
+        return Vec::new();
+    }
+    let (vocab, own) = match &loss.shard {
+        Some(shard) => (shard.vocab_size(), shard.range()),
+        None => (sizes.vocab, 0..sizes.vocab),
+    };
+    let share = F::from_f64(loss.terms.label_smoothing) / F::from_f64(vocab as f64);
+    let mut masses: Vec<F> = match class_weights {
+        Some(weights) => weights[own].iter().map(|&weight| weight * share).collect(),
+        None => vec![share; sizes.vocab],
+    };
+    masses.resize(sizes.vocab.next_multiple_of(ROW_ALIGN), F::zero());
+    masses
+}
+
+impl<F: Float> ScoreTargets<F> {
+    /// Adds up the masses of each position's ids, some of which are candidates several times.
+    fn new(scored: &Scored, candidates: &Candidates, upstream: &[F], first: usize, power: F) -> Self {
+        let n = candidates.n;
+        let (mut starts, mut masses, mut sums) = (vec![0], Vec::new(), Vec::new());
+        let if_needed = |is_needed: bool, g: F| if is_needed { g } else { F::zero() };
+        for (t, row) in (first..).zip(upstream.chunks_exact(n + POSITION_SCORES)) {
+            let start = masses.len();
+            masses.extend(candidates.at(t).iter().map(|&id| (id, F::zero())));
+            for (&place, &g) in candidates.places(t).iter().zip(row) {
+                masses[start + place].1 += -power * g;
+            }
+            starts.push(masses.len());
+            let entropy = if_needed(scored.needs_entropy, row[n]);
+            let outside = if_needed(scored.needs_outside, row[n + 1]);
+            let log_probs = row[..n].iter().copied().sum::<F>() + outside;
+            sums.push(ScoreUpstream { log_probs, entropy, outside });
+        }
+        ScoreTargets { first, starts, candidates: masses, upstream: sums, power }
+    }
+
+    /// Returns whether the masses are those of all ids.
+    fn are_soft(&self) -> bool {
+        let is_soft = |upstream: &ScoreUpstream<F>| upstream.entropy != F::zero() || upstream.outside != F::zero();
+        self.power != F::one() || self.upstream.iter().any(is_soft)
+    }
+
+    /// Returns the target of position `t`; `None` if its scores have no gradient.
+    fn target(&self, t: usize) -> Option<Target<'_, F>> {
+        let i = t - self.first;
+        let candidates = &self.candidates[self.starts[i]..self.starts[i + 1]];
+        let (upstream, power, zero) = (self.upstream[i], self.power, F::zero());
+        let is_plain = upstream.entropy == zero && upstream.outside == zero;
+        if is_plain && candidates.iter().all(|&(_, mass)| mass == zero) {
+            return None;
+        }
+        let soft = (!is_plain || power != F::one()).then_some(SoftMasses::Scores { upstream, power });
+        Some(Target { hard: None, candidates, outside: -power * upstream.outside, soft, terms: LossTerms::default() })
+    }
+}
+
+impl<F: Float> LogProbTargets<F> {
+    /// Returns the target of position `t`.
+    fn target(&self, t: usize) -> Target<'_, F> {
+        let soft = Some(SoftMasses::Given(&self.upstream[(t - self.first) * self.stride..][..self.stride]));
+        Target { hard: None, candidates: &[], outside: F::zero(), soft, terms: LossTerms::default() }
     }
 }

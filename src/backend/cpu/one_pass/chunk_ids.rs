@@ -11,8 +11,8 @@ pub(super) struct ListedId<F> {
     pub(super) mass: F,
 }
 
-/// The listed ids of a chunk's rows. The entries of all rows lie side by side: the K rows of a position after each
-/// other, each with the ids of the position, in ascending order.
+/// The listed ids of a chunk's rows. Each row has an entry for each of its ids. The entries of all rows lie side by
+/// side: those of the K rows of a position after each other, each with the ids of the position in ascending order.
 pub(super) struct ChunkIds<'a> {
     components: usize,
     /// `[positions]`
@@ -22,7 +22,7 @@ pub(super) struct ChunkIds<'a> {
 }
 
 impl<'a> ChunkIds<'a> {
-    /// The ids of these positions, none of which is ignored.
+    /// Lists the ids of these positions, none of which is ignored.
     pub(super) fn new(listed: ListedIds<'a>, positions: &[usize], components: usize) -> Self {
         let ids: Vec<&[usize]> = positions.iter().map(|&t| listed.at(t).unwrap_or_default()).collect();
         let mut starts = vec![0];
@@ -33,18 +33,18 @@ impl<'a> ChunkIds<'a> {
         ChunkIds { components, ids, starts }
     }
 
-    /// The number of entries.
+    /// Returns the number of entries.
     pub(super) fn entries(&self) -> usize {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// The ids of the `i`-th position.
-    pub(super) fn of_position(&self, i: usize) -> &'a [usize] {
+    /// Returns the ids of the chunk's `i`-th position.
+    pub(super) fn position_ids(&self, i: usize) -> &'a [usize] {
         self.ids[i]
     }
 
-    /// The place of a row's first entry, and its ids.
-    pub(super) fn of_row(&self, row: usize) -> (usize, &'a [usize]) {
+    /// Returns the index of a row's first entry, and the row's ids.
+    pub(super) fn row_ids(&self, row: usize) -> (usize, &'a [usize]) {
         let (i, k) = (row / self.components, row % self.components);
         let ids = self.ids[i];
         (self.starts[i] + k * ids.len(), ids)

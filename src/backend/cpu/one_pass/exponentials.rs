@@ -1,41 +1,42 @@
-//! From logits to scaled exponentials, in place, while a tile is in the cache.
+//! The kernels that turn a tile of logits into scaled exponentials, in place, while it is in the cache.
 
 use crate::backend::cpu::products::panel::lanes;
 use crate::backend::cpu::vector::math::{exp_or_zero, weighted};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::vector::softcap::Softcap;
 
-/// The state of a panel's rows as the tiles of a segment go by, `[width]` each.
-pub(super) struct Running<F> {
-    /// The kernel subtracts it from the logits before exponentiation. It starts at minus infinity, and stays until a
-    /// logit exceeds it by [`SLACK`].
+/// The sums over the ids of a segment so far, for each row of a panel, `[width]` each.
+pub(super) struct RunningSums<F> {
+    /// What is subtracted from the logits before exponentiation. It starts at minus infinity, and stays until a logit
+    /// exceeds it by [`SLACK`].
     pub(super) offset: Vec<F>,
     /// The largest logit.
     pub(super) largest: Vec<F>,
     /// The sum of the exponentials.
     pub(super) sum: Vec<f64>,
-    /// The sum of the exponentials, each times its exponent; empty if no entropy is needed.
+    /// The sum of the exponentials, each times its exponent, from which the entropy follows; empty unless it is needed.
     pub(super) moment: Vec<f64>,
-    /// The largest logit of the present tile; empty unless it is needed.
+    /// The largest logit of the latest tile; empty unless it is needed.
     pub(super) tile_largest: Vec<F>,
-    /// When offsets change, earlier sums are multiplied by these factors.
+    /// The factors that multiply earlier sums since the offsets last changed.
     pub(super) rescale: Vec<F>,
 }
 
-impl<F: Float> Running<F> {
-    pub(super) fn new(width: usize, needs_entropy: bool, needs_tiles: bool) -> Self {
+impl<F: Float> RunningSums<F> {
+    /// Returns the sums over no ids.
+    pub(super) fn new(width: usize, needs_moment: bool, needs_tile_largest: bool) -> Self {
         let least = vec![F::neg_infinity(); width];
-        Running {
-            tile_largest: if needs_tiles { least.clone() } else { vec![] },
+        RunningSums {
+            tile_largest: if needs_tile_largest { least.clone() } else { vec![] },
             offset: least.clone(),
             largest: least,
             sum: vec![0.0; width],
-            moment: vec![0.0; if needs_entropy { width } else { 0 }],
+            moment: vec![0.0; if needs_moment { width } else { 0 }],
             rescale: vec![F::one(); width],
         }
     }
 
-    /// Row `r` takes another offset, which was minus infinity or is less by far.
+    /// Gives row `r` a larger offset, and rescales its sums.
     fn set_offset(&mut self, r: usize, offset: F) {
         let change = self.offset[r] - offset;
         self.rescale[r] = change.exp();
@@ -49,23 +50,23 @@ impl<F: Float> Running<F> {
     }
 }
 
-/// How far logits may exceed the offset: numbers up to e^16 are as precise as numbers up to 1.
+/// How far logits may exceed the offset. Exponentials up to e^16 are as precise as those up to 1.
 const SLACK: f64 = 16.0;
 
-/// Updates the largest logits, and the offsets that are too small, by a tile of logits `[ids, width]`. Returns whether an
-/// offset has changed, and with it `rescale`.
-pub(super) struct Offsets<'a, F> {
+/// Updates the largest logits, and the offsets that are too small, by a tile of logits `[ids, width]`. The kernel
+/// returns whether an offset has changed, and with it `rescale`.
+pub(super) struct UpdateOffsets<'a, F> {
     pub(super) tile: &'a [F],
-    pub(super) running: &'a mut Running<F>,
+    pub(super) running: &'a mut RunningSums<F>,
 }
 
-impl<F: Float> Kernel<F> for Offsets<'_, F> {
+impl<F: Float> Kernel<F> for UpdateOffsets<'_, F> {
     type Output = bool;
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> bool {
-        let Offsets { tile, running } = self;
-        /// Independent maxima, which hide the latency.
+        let UpdateOffsets { tile, running } = self;
+        /// The number of independent maxima, which hide the latency.
         const PARTS: usize = 4;
         let n = running.offset.len() / lanes::<F, V>();
         let least = v.splat(F::neg_infinity());
@@ -104,36 +105,37 @@ impl<F: Float> Kernel<F> for Offsets<'_, F> {
     }
 }
 
-/// Turns logits `[ids, width]`, which the offsets know, into `exp(z - offset)`, times the slope of the softcap if there is
-/// one, and adds up the exponentials, and their moments if the entropy is needed.
-pub(super) struct Exponentials<'a, F> {
+/// Turns logits `[ids, width]`, for which the offsets are up to date, into `exp(z - offset)`, times the slope of the
+/// softcap if there is one. Adds the exponentials to the sums, and to the moments if these are needed.
+pub(super) struct Exponentiate<'a, F> {
     pub(super) tile: &'a mut [F],
-    pub(super) running: &'a mut Running<F>,
-    /// The softcap, which the logits already have.
+    pub(super) running: &'a mut RunningSums<F>,
+    /// The softcap, which has been applied to the logits already.
     pub(super) softcap: Option<Softcap<F>>,
 }
 
-impl<F: Float> Kernel<F> for Exponentials<'_, F> {
+impl<F: Float> Kernel<F> for Exponentiate<'_, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let Exponentials { tile, running, softcap } = self;
+        let Exponentiate { tile, running, softcap } = self;
         let no_softcap = Softcap::new(F::one());
         match (softcap, running.moment.is_empty()) {
-            (None, true) => exponentials::<false, false, F, V>(v, tile, running, no_softcap),
-            (None, false) => exponentials::<false, true, F, V>(v, tile, running, no_softcap),
-            (Some(softcap), true) => exponentials::<true, false, F, V>(v, tile, running, softcap),
-            (Some(softcap), false) => exponentials::<true, true, F, V>(v, tile, running, softcap),
+            (None, true) => exponentiate::<false, false, F, V>(v, tile, running, no_softcap),
+            (None, false) => exponentiate::<false, true, F, V>(v, tile, running, no_softcap),
+            (Some(softcap), true) => exponentiate::<true, false, F, V>(v, tile, running, softcap),
+            (Some(softcap), false) => exponentiate::<true, true, F, V>(v, tile, running, softcap),
         }
     }
 }
 
+/// As [`Exponentiate`], compiled with or without a softcap and moments.
 #[inline(always)]
-fn exponentials<const CAP: bool, const MOMENT: bool, F: Float, V: Vector<F>>(
+fn exponentiate<const CAP: bool, const MOMENT: bool, F: Float, V: Vector<F>>(
     v: V,
     tile: &mut [F],
-    running: &mut Running<F>,
+    running: &mut RunningSums<F>,
     softcap: Softcap<F>,
 ) {
     let lanes = lanes::<F, V>();
@@ -163,7 +165,7 @@ fn exponentials<const CAP: bool, const MOMENT: bool, F: Float, V: Vector<F>>(
     }
 }
 
-/// Adds each lane to its total.
+/// Adds each lane of a register to its total.
 #[inline(always)]
 fn add_lanes<F: Float, V: Vector<F>>(v: V, values: V::Reg, totals: &mut [f64]) {
     let mut stored = [F::zero(); 16];
@@ -173,12 +175,12 @@ fn add_lanes<F: Float, V: Vector<F>>(v: V, values: V::Reg, totals: &mut [f64]) {
 }
 
 /// Applies the softcap to a tile of logits.
-pub(super) struct Capped<'a, F> {
+pub(super) struct ApplySoftcap<'a, F> {
     pub(super) tile: &'a mut [F],
     pub(super) softcap: Softcap<F>,
 }
 
-impl<F: Float> Kernel<F> for Capped<'_, F> {
+impl<F: Float> Kernel<F> for ApplySoftcap<'_, F> {
     type Output = ();
 
     #[inline(always)]

@@ -1,206 +1,250 @@
-//! The first pass over the vocabulary: logits, exponentials, their sums and their products with the decoder.
+//! The first and the second product of a chunk, tile by tile: logits, exponentials, their sums, and their products with
+//! the decoder.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
 use super::chunk_ids::ChunkIds;
-use super::exponentials::{Capped, Exponentials, Offsets, Running};
+use super::exponentials::{ApplySoftcap, Exponentiate, RunningSums, UpdateOffsets};
 use super::format::{FirstOperands, Format};
 use super::layout::{Layout, Panel};
-use super::scaling::Scaled;
-use super::segment_part::SegmentPart;
+use super::scaling::Scale;
+use super::segment_sums::SegmentSums;
 use super::top_logits::{Floors, TopLogits};
+use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 use crate::backend::cpu::vector::simd::Float;
 
-/// What the first pass leaves out of its sums.
-pub(super) struct LeftOut<'a> {
-    pub(super) ids: &'a ChunkIds<'a>,
-    /// Whether the ids are targets with entries of their own, whose logits in the vocabulary take no part.
-    pub(super) are_own: bool,
-    /// Whether the entropy of each row is needed.
-    pub(super) with_entropy: bool,
-    /// Whether each row's largest logit in each tile is needed.
-    pub(super) with_tiles: bool,
-    /// How many of each row's largest logits are needed; of rows that need any, no ids are left out.
-    pub(super) top_k: Option<(usize, &'a Floors)>,
+/// What is requested of the first product besides the log-sum-exp of each row and the logits of its listed ids.
+#[derive(Clone, Copy, Default)]
+pub(super) struct FirstProductRequest {
+    /// Whether the moment of each row's exponentials is requested, from which its entropy follows.
+    pub(super) moment: bool,
+    /// Whether each row's largest logit in each tile is requested, which bounds the probability of every id there.
+    pub(super) tile_largest: bool,
+    /// How many of each row's largest logits are requested. A row of such a request has no listed ids.
+    pub(super) top_k: Option<usize>,
 }
 
-/// Bytes per row of a panel of `rows` rows: a part without offsets, and the piece that it is computed from.
-pub(super) fn part_bytes<F: Float>(rows: usize) -> usize {
-    // An offset, the largest logit, a factor, the sum and the moment of each row.
-    let numbers = 3 * size_of::<F>() + 2 * size_of::<f64>();
-    numbers + (size_of::<SegmentPart<F>>() + size_of::<Piece<'_, F, F>>()).div_ceil(rows)
+/// The first and the second product of a chunk.
+pub(super) struct ChunkProducts<'c, 'a, T: Element, X> {
+    pub(super) format: X,
+    pub(super) inputs: &'c Inputs<'a, T>,
+    pub(super) layout: &'c Layout,
+    pub(super) panels: &'c [Panel],
+    /// `[rows, d]`
+    pub(super) contexts: &'c [T::Acc],
+    /// The ids that are left out of the sums and products.
+    pub(super) ids: &'c ChunkIds<'a>,
+    /// Whether the listed ids are targets with entries of their own, whose logits in the vocabulary take no part.
+    pub(super) targets_are_own: bool,
+    pub(super) request: FirstProductRequest,
+    /// For each row whose largest logits are requested, what all threads know about them.
+    pub(super) floors: Floors,
 }
 
-/// Buffers of the first pass.
-pub(super) struct FirstProductBuffers<'b, F, P, K> {
-    /// `[tile][panel][padded id][row]`; empty if they are not kept
-    pub(super) exponentials: &'b mut [K],
-    /// `[segment][panel][padded d][row]`: the products O of exponentials and decoder; empty if not needed
-    pub(super) sums: &'b mut [F],
+/// The buffers that all chunks use.
+pub(super) struct ChunkBuffers<T: Element, X: Format<T>> {
+    /// `[tile][panel][padded id][row]`: E; empty if the decoder needs no gradient
+    pub(super) exponentials: Aligned<X::Exponential>,
+    /// `[segment][panel][padded d][row]`: O, the products of exponentials and decoder; empty if the contexts need no
+    /// gradient
+    pub(super) products: Aligned<T::Acc>,
     /// `[panel]`: the contexts as operands of the first product
-    pub(super) packed: &'b mut [P],
-}
-
-/// Computes the parts, segment by segment, `[segment][panel]`.
-pub(super) fn first_pass<T: Element, X: Format<T>>(
-    format: X,
-    inputs: &Inputs<'_, T>,
-    layout: &Layout,
-    panels: &[Panel],
-    contexts: &[T::Acc],
-    left_out: LeftOut<'_>,
-    FirstProductBuffers { exponentials, sums, packed }: FirstProductBuffers<'_, T::Acc, X::Packed, X::Exponential>,
-) -> Vec<SegmentPart<T::Acc>> {
-    let d = inputs.sizes.context_dim;
-    let of_panels = split(packed, panels, format.packed_per_row(d));
-    of_panels.into_par_iter().zip(panels).for_each(|(to, panel)| format.pack(inputs, contexts, *panel, to));
-    let packed = &*packed;
-
-    let mut sums = sums.chunks_exact_mut(layout.panel_rows * layout.padded(d));
-    let together = layout.panels_at_a_time(panels.len(), format.most_panels());
-    let mut pieces: Vec<Piece<'_, T::Acc, X::Exponential>> = (0..layout.segments())
-        .flat_map(|segment| panels.chunks(together).map(move |panels| (segment, panels)))
-        .map(|(segment, panels)| {
-            let sums = panels.iter().map(|_| sums.next().unwrap_or_default()).collect();
-            Piece { segment, panels, tiles: vec![], sums }
-        })
-        .collect();
-    let columns: usize = panels.iter().map(|panel| panel.width).sum();
-    let of_tiles = exponentials.chunks_mut(layout.padded(layout.tile_ids) * columns).take(layout.tiles());
-    for (tile, of_tile) in of_tiles.enumerate() {
-        let first = layout.segment_of(tile) * panels.len().div_ceil(together);
-        let mut of_panels = split(of_tile, panels, layout.padded(layout.ids(tile).len())).into_iter();
-        for piece in &mut pieces[first..first + panels.len().div_ceil(together)] {
-            piece.tiles.extend(of_panels.by_ref().take(piece.panels.len()));
-        }
-    }
-    let run = |buffers: &mut _, piece: Piece<'_, _, _>| piece.run(format, inputs, layout, packed, &left_out, buffers);
-    let parts: Vec<Vec<_>> = pieces.into_par_iter().map_init(Default::default, run).collect();
-    parts.into_iter().flatten().collect()
+    pub(super) packed: Aligned<X::Packed>,
 }
 
 /// The work of one thread for one segment and some panels.
-struct Piece<'b, F, K> {
+struct Piece<'b, F, E> {
     segment: usize,
     panels: &'b [Panel],
-    /// `[tile][panel]`, each `[padded ids, width]`: the exponentials, if they are kept
-    tiles: Vec<&'b mut [K]>,
-    /// For each panel `[padded d, width]`, or empty if not needed
-    sums: Vec<&'b mut [F]>,
+    /// `[tile][panel]`, each `[padded ids, width]`: where the exponentials are kept; empty if the decoder needs no
+    /// gradient
+    exponentials: Vec<&'b mut [E]>,
+    /// For each panel `[padded d, width]`, or empty if the contexts need no gradient
+    products: Vec<&'b mut [F]>,
 }
 
-impl<F: Float, K> Piece<'_, F, K> {
-    /// `packed` has the contexts of all panels.
-    fn run<T: Element<Acc = F>, X: Format<T, Exponential = K>>(
-        mut self,
-        format: X,
-        inputs: &Inputs<'_, T>,
-        layout: &Layout,
+/// A tile of ids by the rows of a panel.
+struct PanelTile {
+    ids: Range<usize>,
+    panel: Panel,
+    /// Whether the tile is the first of its segment.
+    is_first: bool,
+}
+
+/// Returns the bytes that a row of a panel of `panel_rows` rows takes in each segment: those of [`SegmentSums`] without
+/// offsets, and those of the piece that computes them.
+pub(super) fn segment_bytes<F: Float>(panel_rows: usize) -> usize {
+    // An offset, the largest logit, a factor, the sum and the moment of each row.
+    let numbers = 3 * size_of::<F>() + 2 * size_of::<f64>();
+    numbers + (size_of::<SegmentSums<F>>() + size_of::<Piece<'_, F, F>>()).div_ceil(panel_rows)
+}
+
+impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
+    /// Computes the sums of all segments and panels, `[segment][panel]`, and fills the buffers.
+    pub(super) fn run(&self, buffers: &mut ChunkBuffers<T, X>) -> Vec<SegmentSums<T::Acc>> {
+        let ChunkBuffers { exponentials, products, packed } = buffers;
+        let packed_panels =
+            split_by_panel(packed, self.panels, self.format.packed_per_row(self.inputs.sizes.context_dim));
+        packed_panels
+            .into_par_iter()
+            .zip(self.panels)
+            .for_each(|(to, panel)| self.format.pack(self.inputs, self.contexts, *panel, to));
+        let packed = &**packed;
+        let pieces = self.pieces(exponentials, products);
+        let run_piece = |buffers: &mut _, piece: Piece<'_, _, _>| self.run_piece(piece, packed, buffers);
+        let sums: Vec<Vec<_>> = pieces.into_par_iter().map_init(Default::default, run_piece).collect();
+        sums.into_iter().flatten().collect()
+    }
+
+    /// Cuts the chunk into pieces of one segment and as many panels as pass through a tile together, and gives each its
+    /// part of the buffers.
+    fn pieces<'b>(
+        &'b self,
+        exponentials: &'b mut [X::Exponential],
+        products: &'b mut [T::Acc],
+    ) -> Vec<Piece<'b, T::Acc, X::Exponential>> {
+        let (layout, panels) = (self.layout, self.panels);
+        let mut products = products.chunks_exact_mut(layout.panel_rows * layout.padded(self.inputs.sizes.context_dim));
+        let together = layout.panels_at_a_time(panels.len(), self.format.most_panels());
+        let mut pieces: Vec<Piece<'_, T::Acc, X::Exponential>> = (0..layout.segments())
+            .flat_map(|segment| panels.chunks(together).map(move |panels| (segment, panels)))
+            .map(|(segment, panels)| {
+                let products = panels.iter().map(|_| products.next().unwrap_or_default()).collect();
+                Piece { segment, panels, exponentials: vec![], products }
+            })
+            .collect();
+        let columns: usize = panels.iter().map(|panel| panel.width).sum();
+        let tiles = exponentials.chunks_mut(layout.padded(layout.tile_ids) * columns).take(layout.tiles());
+        for (tile, exponentials) in tiles.enumerate() {
+            let first = layout.segment_of(tile) * panels.len().div_ceil(together);
+            let mut by_panel = split_by_panel(exponentials, panels, layout.padded(layout.ids(tile).len())).into_iter();
+            for piece in &mut pieces[first..first + panels.len().div_ceil(together)] {
+                piece.exponentials.extend(by_panel.by_ref().take(piece.panels.len()));
+            }
+        }
+        pieces
+    }
+
+    /// Computes the sums of a piece's panels. `packed` has the contexts of all panels.
+    fn run_piece(
+        &self,
+        mut piece: Piece<'_, T::Acc, X::Exponential>,
         packed: &[X::Packed],
-        left_out: &LeftOut<'_>,
         (decoder_buffers, logit_buffers): &mut (X::DecoderBuffers, X::LogitBuffers),
-    ) -> Vec<SegmentPart<F>> {
-        let d = inputs.sizes.context_dim;
-        let per_row = format.packed_per_row(d);
-        let running = |panel: &Panel| {
-            Running::new(panel.width, left_out.with_entropy, left_out.with_tiles || left_out.top_k.is_some())
-        };
-        let part = |panel: &Panel| SegmentPart {
-            running: running(panel),
-            offsets: vec![],
-            tile_largest: vec![],
-            top_k: left_out.top_k.map(|(n, _)| TopLogits::new(n, *panel)),
-            listed_logits: vec![],
-        };
-        let mut parts: Vec<SegmentPart<F>> = self.panels.iter().map(part).collect();
-        let mut tiles = self.tiles.into_iter();
-        for (i, tile) in layout.segment(self.segment).enumerate() {
-            let ids = layout.ids(tile);
-            let decoder = format.decoder(inputs, ids.clone(), decoder_buffers);
-            for ((panel, part), sums) in self.panels.iter().zip(&mut parts).zip(&mut self.sums) {
-                let Panel { first, width, .. } = *panel;
-                let sums = if sums.is_empty() { &mut [][..] } else { &mut sums[..width * layout.padded(d)] };
-                let kept = tiles.next();
-                let are_kept = kept.is_some();
+    ) -> Vec<SegmentSums<T::Acc>> {
+        let d = self.inputs.sizes.context_dim;
+        let per_row = self.format.packed_per_row(d);
+        let mut sums: Vec<SegmentSums<T::Acc>> = piece.panels.iter().map(|panel| self.no_sums(*panel)).collect();
+        let mut exponentials = piece.exponentials.into_iter();
+        for (i, tile) in self.layout.tiles_of_segment(piece.segment).enumerate() {
+            let ids = self.layout.ids(tile);
+            let decoder = self.format.decoder_tile(self.inputs, ids.clone(), decoder_buffers);
+            for ((&panel, sums), products) in piece.panels.iter().zip(&mut sums).zip(&mut piece.products) {
+                let Panel { first, width, .. } = panel;
+                let products =
+                    if products.is_empty() { &mut [][..] } else { &mut products[..width * self.layout.padded(d)] };
+                let exponentials = exponentials.next();
+                let are_kept = exponentials.is_some();
+                let tile = PanelTile { ids: ids.clone(), panel, is_first: i == 0 };
                 let operands = FirstOperands {
-                    inputs,
+                    inputs: self.inputs,
                     ids: ids.clone(),
                     decoder: &decoder,
-                    panel: *panel,
+                    panel,
                     packed: &packed[first * per_row..][..width * per_row],
-                    kept,
-                    sums,
-                    is_first: i == 0,
+                    exponentials,
+                    products,
+                    is_first_tile: tile.is_first,
                 };
-                format.multiply(operands, logit_buffers, |logits, sums| {
-                    part.exponentiate(inputs, &ids, *panel, left_out, logits, sums, i == 0);
+                self.format.multiply(operands, logit_buffers, |logits, products| {
+                    self.exponentiate(&tile, sums, logits, products);
                 });
-                if left_out.with_tiles {
-                    part.tile_largest.extend_from_slice(&part.running.tile_largest);
+                if self.request.tile_largest {
+                    sums.tile_largest.extend_from_slice(&sums.running.tile_largest);
                 }
                 if are_kept {
-                    part.offsets.extend_from_slice(&part.running.offset);
+                    sums.offsets.extend_from_slice(&sums.running.offset);
                 }
             }
         }
-        parts
+        sums
     }
-}
 
-impl<F: Float> SegmentPart<F> {
-    /// Turns the logits `[ids, width]` of a tile into exponentials, which are zero for the listed ids. Multiplies the
-    /// sums of earlier tiles, if there are any, by the factors that changed offsets need.
-    #[allow(clippy::too_many_arguments)]
-    fn exponentiate<T: Element<Acc = F>>(
-        &mut self,
-        inputs: &Inputs<'_, T>,
-        ids: &Range<usize>,
-        panel: Panel,
-        left_out: &LeftOut<'_>,
-        logits: &mut [F],
-        sums: &mut [F],
-        is_first: bool,
+    /// Returns the sums of a panel's rows over no ids.
+    fn no_sums(&self, panel: Panel) -> SegmentSums<T::Acc> {
+        let FirstProductRequest { moment, tile_largest, top_k } = self.request;
+        SegmentSums {
+            running: RunningSums::new(panel.width, moment, tile_largest || top_k.is_some()),
+            offsets: vec![],
+            tile_largest: vec![],
+            top_logits: top_k.map(|k| TopLogits::new(k, panel)),
+            listed_logits: vec![],
+        }
+    }
+
+    /// Turns the logits `[ids, width]` of a tile into exponentials, which are zero for the listed ids, and adds them to
+    /// the sums. Multiplies the products of earlier tiles, if there are any, by the factors that changed offsets need.
+    fn exponentiate(
+        &self,
+        PanelTile { ids, panel, is_first }: &PanelTile,
+        sums: &mut SegmentSums<T::Acc>,
+        logits: &mut [T::Acc],
+        products: &mut [T::Acc],
     ) {
-        if let Some(softcap) = inputs.softcap {
-            F::dispatch(inputs.isa, Capped { tile: logits, softcap });
+        let (isa, softcap) = (self.inputs.isa, self.inputs.softcap);
+        if let Some(softcap) = softcap {
+            T::Acc::dispatch(isa, ApplySoftcap { tile: logits, softcap });
         }
-        let Panel { first, rows, width } = panel;
-        let mut listed = Vec::new();
+        let listed = self.take_listed(ids, *panel, sums, logits);
+        let running = &mut sums.running;
+        let has_moved = T::Acc::dispatch(isa, UpdateOffsets { tile: logits, running });
+        if let Some(top_logits) = &mut sums.top_logits {
+            top_logits.add(ids, logits, &running.tile_largest, &self.floors);
+        }
+        T::Acc::dispatch(isa, Exponentiate { tile: logits, running, softcap });
+        // The slope of a softcap is not finite there.
+        listed.iter().for_each(|&at| logits[at] = num_traits::Zero::zero());
+        if has_moved && !is_first && !products.is_empty() {
+            T::Acc::dispatch(isa, Scale { values: products, factors: &running.rescale });
+        }
+    }
+
+    /// Moves the logits of the listed ids from a tile `[ids, width]` to the sums, leaves minus infinity in their
+    /// places, and returns these places.
+    fn take_listed(
+        &self,
+        ids: &Range<usize>,
+        Panel { first, rows, width }: Panel,
+        sums: &mut SegmentSums<T::Acc>,
+        logits: &mut [T::Acc],
+    ) -> Vec<usize> {
+        let mut places = Vec::new();
         for row in first..first + rows {
-            let (entry, of_row) = left_out.ids.of_row(row);
-            let of_tile = of_row.partition_point(|&id| id < ids.start)..of_row.partition_point(|&id| id < ids.end);
-            for j in of_tile {
-                let at = (of_row[j] - ids.start) * width + row - first;
-                if !left_out.are_own {
-                    self.listed_logits.push((entry + j, logits[at]));
+            let (first_entry, listed) = self.ids.row_ids(row);
+            let in_tile = listed.partition_point(|&id| id < ids.start)..listed.partition_point(|&id| id < ids.end);
+            for j in in_tile {
+                let at = (listed[j] - ids.start) * width + row - first;
+                if !self.targets_are_own {
+                    sums.listed_logits.push((first_entry + j, logits[at]));
                 }
-                logits[at] = F::neg_infinity();
-                listed.push(at);
+                logits[at] = num_traits::Float::neg_infinity();
+                places.push(at);
             }
         }
-        let has_moved = F::dispatch(inputs.isa, Offsets { tile: logits, running: &mut self.running });
-        if let (Some(top_k), Some((_, floors))) = (&mut self.top_k, left_out.top_k) {
-            top_k.add(ids, logits, &self.running.tile_largest, floors);
-        }
-        F::dispatch(inputs.isa, Exponentials { tile: logits, running: &mut self.running, softcap: inputs.softcap });
-        // The slope of a softcap is not finite there.
-        listed.iter().for_each(|&at| logits[at] = F::zero());
-        if has_moved && !is_first && !sums.is_empty() {
-            F::dispatch(inputs.isa, Scaled { values: sums, factors: &self.running.rescale });
-        }
+        places
     }
 }
 
-/// A buffer with `rows` rows of each panel, panel by panel.
-fn split<'b, E>(mut buffer: &'b mut [E], panels: &[Panel], rows: usize) -> Vec<&'b mut [E]> {
-    let of_panel = |panel: &Panel| {
-        let (first, others) = std::mem::take(&mut buffer).split_at_mut(rows * panel.width);
+/// Splits a buffer that has `per_row` elements for each row of a panel, panel by panel.
+fn split_by_panel<'b, E>(mut buffer: &'b mut [E], panels: &[Panel], per_row: usize) -> Vec<&'b mut [E]> {
+    let panel_elements = |panel: &Panel| {
+        let (first, others) = std::mem::take(&mut buffer).split_at_mut(per_row * panel.width);
         buffer = others;
         first
     };
-    panels.iter().map(of_panel).collect()
+    panels.iter().map(panel_elements).collect()
 }

@@ -1,67 +1,68 @@
-//! The seam between the engine and the units that multiply: which form the operands of the three products have.
+//! The seam between one pass and the units that multiply: a format says which form the operands of the three products
+//! have. Logits, sums and gradients are numbers of `T::Acc` in every format.
 
 use std::ops::Range;
 
 use half::bf16;
 use num_traits::Zero;
 
+use super::factors::Factors;
 use super::layout::{Blocks, Panel};
-use super::rows::Factors;
 use crate::backend::cpu::memory::BufferElement;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 
-/// The products of a unit. Between them, all formats share the engine: logits, exponentials and all sums are numbers of
-/// `T::Acc`.
+/// The products of a unit, and the form of their operands.
 pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     /// A number of the packed contexts.
     type Packed: BufferElement;
     /// An exponential that is kept for the third product.
     type Exponential: BufferElement;
-    /// The operands that a tile of the decoder is, perhaps in buffers.
+    /// A tile of the decoder as an operand of the first and the second product, perhaps in buffers.
     type Decoder<'t>
     where
         T: 't;
     type DecoderBuffers: Default + Send;
     type LogitBuffers: Default + Send;
-    /// What the third products of a segment's tiles share.
-    type Scaled: Send + Sync;
+    /// The contexts times the factors of a segment, as an operand that the third products of its tiles share.
+    type ScaledContexts: Send + Sync;
     /// A thread's buffers of the third product.
     type GradientBuffers: Default + Send;
 
-    /// Whether gradients that need no further sum are rounded to the operands' dtype, bf16, at once.
-    fn rounds() -> bool {
+    /// Whether a gradient that needs no further sum is rounded at once to the operands' dtype, bf16.
+    fn rounds_gradients() -> bool {
         false
     }
 
+    /// Returns the sizes by which these products cut a chunk.
     fn blocks(self) -> Blocks;
 
-    /// Numbers per row of the packed contexts.
+    /// Returns how many numbers of the packed contexts each row takes.
     fn packed_per_row(self, d: usize) -> usize;
 
-    /// Bytes of a thread's buffers for tiles of so many ids. The exponentials are kept for the third product, or not.
-    fn thread_bytes(self, d: usize, ids: usize, keeps: bool) -> usize;
+    /// Returns the bytes of a thread's buffers for tiles of `ids` ids, with a third product if `keeps_exponentials`.
+    fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize;
 
-    /// Bytes per row of the chunk of what the tiles of a segment share.
-    fn scaled_bytes(self, d: usize) -> usize;
+    /// Returns the bytes that each row of the chunk takes in the contexts times the factors of a segment.
+    fn scaled_context_bytes(self, d: usize) -> usize;
 
-    /// Panels that pass through a tile of the decoder together, at most.
+    /// Returns the maximum number of panels that pass through a tile of the decoder together.
     fn most_panels(self) -> usize;
 
     /// Writes a panel's contexts as an operand of the first product.
     fn pack(self, inputs: &Inputs<'_, T>, contexts: &[T::Acc], panel: Panel, to: &mut [Self::Packed]);
 
-    /// The decoder's rows of some ids as operands of the first and the second product.
-    fn decoder<'t>(
+    /// Reads the decoder's rows of a tile of ids.
+    fn decoder_tile<'t>(
         self,
         inputs: &'t Inputs<'_, T>,
         ids: Range<usize>,
         buffers: &'t mut Self::DecoderBuffers,
     ) -> Self::Decoder<'t>;
 
-    /// The first and the second product of a tile and a panel: writes logits `[ids, width]`, without softcap, and calls
-    /// `exponentiate` with them and with the sums `[padded d, width]`, which may be empty; then adds the products of
-    /// the exponentials to the sums, or replaces them in the first tile.
+    /// Computes the first and the second product of a tile and a panel. Writes logits `[ids, width]`, without softcap,
+    /// and calls `exponentiate` with them and with the products `[padded d, width]` of earlier tiles, which may be
+    /// empty. Then adds the products of the exponentials to these, or replaces them in the first tile.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, T, Self>,
@@ -69,52 +70,55 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
         exponentiate: impl FnOnce(&mut [T::Acc], &mut [T::Acc]),
     );
 
-    /// Contexts times the factors of a segment.
-    fn scaled(self, gradient: &DecoderGradient<'_, T>, factors: &[T::Acc]) -> Self::Scaled;
+    /// Multiplies the contexts by the factors of a segment, `[column]`.
+    fn scaled_contexts(self, operands: &ThirdOperands<'_, T>, factors: &[T::Acc]) -> Self::ScaledContexts;
 
-    /// The third product: adds `E (f C)` to the gradients of some tiles, and `E f` to the bias's. `scaled` are those of
-    /// all segments; a tile may have other factors.
+    /// Computes the third product: adds `E (f C)` to the gradients of some tiles, and `E f` to the bias's. `scaled` has
+    /// the contexts times the factors of each segment; a tile may have other factors.
     fn add_products(
         self,
-        gradient: &DecoderGradient<'_, T>,
-        tiles: &mut [Tile<'_, T::Acc, Self::Exponential>],
-        scaled: &[Self::Scaled],
+        operands: &ThirdOperands<'_, T>,
+        tiles: &mut [GradientTile<'_, T::Acc, Self::Exponential>],
+        scaled: &[Self::ScaledContexts],
         buffers: &mut Self::GradientBuffers,
     );
 }
 
-/// The operands of the first and the second product.
+/// The operands of the first and the second product of a tile and a panel.
 pub(crate) struct FirstOperands<'a, 't, T: Element, X: Format<T>> {
     pub(super) inputs: &'a Inputs<'a, T>,
     pub(super) ids: Range<usize>,
     pub(super) decoder: &'a X::Decoder<'t>,
     pub(super) panel: Panel,
+    /// The panel's contexts.
     pub(super) packed: &'a [X::Packed],
-    /// `[padded ids, width]`, if the exponentials are kept
-    pub(super) kept: Option<&'a mut [X::Exponential]>,
-    pub(super) sums: &'a mut [T::Acc],
-    pub(super) is_first: bool,
+    /// `[padded ids, width]`: where the exponentials are kept, if the third product needs them
+    pub(super) exponentials: Option<&'a mut [X::Exponential]>,
+    /// `[padded d, width]`: the second product of the tiles so far; empty if the contexts need no gradient
+    pub(super) products: &'a mut [T::Acc],
+    /// Whether the tile is the first, whose products replace what is there.
+    pub(super) is_first_tile: bool,
 }
 
-/// The operands of the decoder's gradients, beside the exponentials.
-pub(crate) struct DecoderGradient<'a, T: Element> {
+/// The operands of the third product that all tiles share.
+pub(crate) struct ThirdOperands<'a, T: Element> {
     pub(super) factors: Factors<'a, T::Acc>,
     /// `[rows, d]`
     pub(super) contexts: &'a [T::Acc],
     pub(super) d: usize,
 }
 
-/// What the third product needs of a tile of ids.
-pub(crate) struct Tile<'b, F, K> {
+/// A tile of ids in the third product: its exponentials, its factors, and the gradients to add to.
+pub(crate) struct GradientTile<'b, F, E> {
     pub(super) ids: Range<usize>,
     pub(super) segment: usize,
     /// `[panel][padded id][row]`
-    pub(super) exponentials: &'b mut [K],
+    pub(super) exponentials: &'b mut [E],
     /// `[column]`: the rows' factors
     pub(super) factors: Vec<F>,
-    /// The gradients of the parts of the decoder that need one
-    pub(super) parts: Vec<TileGradient<'b, F>>,
-    /// `[ids]`, if it is needed
+    /// The gradients of the weight and of the adapter, of those that need one
+    pub(super) gradients: Vec<TileGradient<'b, F>>,
+    /// `[ids]`, if the bias needs a gradient
     pub(super) bias: Option<&'b mut [F]>,
 }
 
@@ -129,15 +133,15 @@ pub(crate) struct TileGradient<'b, F> {
     pub(super) is_started: bool,
 }
 
-impl<T: Element> DecoderGradient<'_, T> {
-    /// Calls `subtract` with each listed id of a row that is one of `ids`: its place among them, its mass, and the row's
-    /// context.
-    pub(super) fn each_listed(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, T::Acc, &[T::Acc])) {
+impl<T: Element> ThirdOperands<'_, T> {
+    /// Calls `subtract` for each listed id of a row that is one of `ids`, with its place among them, its mass, and the
+    /// row's context.
+    pub(super) fn for_each_listed(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, T::Acc, &[T::Acc])) {
         for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
             let entries = row.entries(self.factors.entries);
             let first = entries.partition_point(|entry| entry.id < ids.start);
-            let of_ids = entries[first..].iter().take_while(|entry| entry.id < ids.end);
-            for entry in of_ids.filter(|entry| !entry.mass.is_zero()) {
+            let in_tile = entries[first..].iter().take_while(|entry| entry.id < ids.end);
+            for entry in in_tile.filter(|entry| !entry.mass.is_zero()) {
                 subtract(entry.id - ids.start, entry.mass, context);
             }
         }

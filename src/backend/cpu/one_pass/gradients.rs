@@ -1,4 +1,5 @@
-//! The gradients of contexts and decoder from exponentials and factors.
+//! The gradients of contexts and decoder, from exponentials and factors: what is missing of the second product, and the
+//! third.
 
 use std::ops::Range;
 
@@ -6,142 +7,192 @@ use num_traits::Zero;
 use rayon::prelude::*;
 
 use super::chunk_ids::ListedId;
-use super::format::{DecoderGradient, Format, Tile, TileGradient};
+use super::format::{Format, GradientTile, ThirdOperands, TileGradient};
 use super::layout::{Layout, Panel};
-use super::rows::ChunkRows;
-use super::scaling::{AddScaled, Scaled};
+use super::row_sums::FirstProductResults;
+use super::rows::{ChunkRows, GradientRow};
+use super::scaling::{AddScaled, Scale};
 use crate::backend::cpu::objective::results::{ColumnGradient, DecoderGradients};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 use crate::backend::cpu::operands::matrix::transpose;
 use crate::backend::cpu::vector::simd::Float;
 
-/// Computes `dC = f O - sum_y m W[y]` for each row of contexts, over its listed ids; `sums` are the products O.
-pub(super) fn context_gradient<T: Element>(
-    inputs: &Inputs<'_, T>,
-    layout: &Layout,
-    panels: &[Panel],
-    ChunkRows { rows, entries }: &ChunkRows<T::Acc>,
-    segment_factors: &[Vec<T::Acc>],
-    sums: &mut [T::Acc],
-    mut gradient: Vec<&mut [T::Acc]>,
-) {
-    let d = inputs.sizes.context_dim;
-    // The sums of each panel, segment by segment.
-    let mut of_panels: Vec<Vec<&mut [T::Acc]>> = Vec::new();
-    of_panels.resize_with(panels.len(), Vec::new);
-    let pieces = layout.pieces(rows.len());
-    for (piece, sums) in sums.chunks_exact_mut(layout.panel_rows * layout.padded(d)).take(pieces).enumerate() {
-        of_panels[piece % panels.len()].push(sums);
+/// The gradient of a chunk's contexts, once the factors of its rows are known.
+pub(super) struct ContextGradient<'c, 'a, T: Element> {
+    pub(super) inputs: &'c Inputs<'a, T>,
+    pub(super) first_product: &'c FirstProductResults<'a, T::Acc>,
+    pub(super) rows: &'c ChunkRows<T::Acc>,
+    /// `[segment][column]`
+    pub(super) factors: &'c [Vec<T::Acc>],
+}
+
+impl<T: Element> ContextGradient<'_, '_, T> {
+    /// Computes `dC = f O - sum_y m W[y]` for each row of contexts, over its listed ids, from the second product O,
+    /// which is overwritten. `to` has the rows of the gradient, `[rows][d]`.
+    pub(super) fn compute(&self, products: &mut [T::Acc], mut to: Vec<&mut [T::Acc]>) {
+        let d = self.inputs.sizes.context_dim;
+        let FirstProductResults { layout, panels, .. } = self.first_product;
+        // The products of each panel, segment by segment.
+        let mut by_panel: Vec<Vec<&mut [T::Acc]>> = Vec::new();
+        by_panel.resize_with(panels.len(), Vec::new);
+        let pieces = layout.pieces(self.rows.rows.len());
+        for (piece, products) in
+            products.chunks_exact_mut(layout.panel_rows * layout.padded(d)).take(pieces).enumerate()
+        {
+            by_panel[piece % panels.len()].push(products);
+        }
+        to.par_chunks_mut(layout.panel_rows).zip(by_panel).zip(panels).for_each_init(
+            || (Vec::new(), Vec::new()),
+            |(transposed, decoder_row), ((to, products), panel)| {
+                let Some(total) = self.add_segments(panel, products) else { return };
+                transposed.resize(panel.width * d, T::Acc::zero());
+                transpose(total, panel.width, 0..d, 0..panel.width, transposed, d, |x| x);
+                let rows = self.rows.rows[panel.first..].iter().zip(to);
+                for ((row, to), values) in rows.zip(transposed.chunks_exact(d)) {
+                    if !row.is_void {
+                        to.copy_from_slice(values);
+                    }
+                    self.subtract_listed(row, to, decoder_row);
+                }
+            },
+        );
     }
-    gradient.par_chunks_mut(layout.panel_rows).zip(of_panels).zip(panels).for_each_init(
-        || (Vec::new(), Vec::new()),
-        |(transposed, decoder_row), ((gradient, sums), &Panel { first, width, .. })| {
-            let factors = segment_factors.iter().map(|factors| &factors[first..][..width]);
-            let mut segments = sums.into_iter().zip(factors);
-            let Some((total, factors)) = segments.next() else { return };
-            let total = &mut total[..width * d];
-            T::Acc::dispatch(inputs.isa, Scaled { values: total, factors });
-            for (sums, factors) in segments {
-                T::Acc::dispatch(inputs.isa, AddScaled { to: total, values: &sums[..width * d], factors });
-            }
-            transposed.resize(width * d, T::Acc::zero());
-            transpose(total, width, 0..d, 0..width, transposed, d, |x| x);
-            for ((row, gradient), values) in rows[first..].iter().zip(gradient).zip(transposed.chunks_exact(d)) {
-                if !row.is_void {
-                    gradient.copy_from_slice(values);
-                }
-                for &ListedId { id, mass } in row.entries(entries).iter().filter(|entry| !entry.mass.is_zero()) {
-                    inputs.decoder.row(id, decoder_row);
-                    gradient.iter_mut().zip(&*decoder_row).for_each(|(g, &w)| *g -= mass * w);
-                }
-            }
-        },
-    );
+
+    /// Adds up the products of a panel's segments, `[d, width]`, each times its factors, into those of the first.
+    fn add_segments<'s>(&self, panel: &Panel, products: Vec<&'s mut [T::Acc]>) -> Option<&'s [T::Acc]> {
+        let (isa, size) = (self.inputs.isa, panel.width * self.inputs.sizes.context_dim);
+        let factors = self.factors.iter().map(|factors| &factors[panel.first..][..panel.width]);
+        let mut segments = products.into_iter().zip(factors);
+        let (total, factors) = segments.next()?;
+        let total = &mut total[..size];
+        T::Acc::dispatch(isa, Scale { values: total, factors });
+        for (products, factors) in segments {
+            T::Acc::dispatch(isa, AddScaled { to: total, values: &products[..size], factors });
+        }
+        Some(total)
+    }
+
+    /// Subtracts `m W[y]` for each listed id of a row.
+    fn subtract_listed(&self, row: &GradientRow<T::Acc>, to: &mut [T::Acc], decoder_row: &mut Vec<T::Acc>) {
+        let entries = row.entries(&self.rows.entries);
+        for &ListedId { id, mass } in entries.iter().filter(|entry| !entry.mass.is_zero()) {
+            self.inputs.decoder.row(id, decoder_row);
+            to.iter_mut().zip(&*decoder_row).for_each(|(g, &w)| *g -= mass * w);
+        }
+    }
 }
 
-/// The second pass over the vocabulary, in a format.
-pub(super) struct SecondPass<'a, T: Element, X> {
+/// The third product of a chunk, in a format.
+pub(super) struct ThirdProduct<'a, T: Element, X> {
     pub(super) format: X,
-    pub(super) operands: DecoderGradient<'a, T>,
+    pub(super) operands: ThirdOperands<'a, T>,
 }
 
-impl<T: Element, X: Format<T>> SecondPass<'_, T, X> {
-    /// The second pass over the vocabulary: `dW += E (f C) - m c` for the listed ids, the adapter and the bias likewise,
-    /// as far as they are needed. Targets outside the vocabulary have rows behind it.
+/// The tiles of the vocabulary, and the gradients of the rows behind it, which targets outside the vocabulary have.
+struct SplitGradients<'b, F, E> {
+    tiles: Vec<GradientTile<'b, F, E>>,
+    behind: Vec<TileGradient<'b, F>>,
+    bias_behind: Option<&'b mut [F]>,
+}
+
+impl<T: Element, X: Format<T>> ThirdProduct<'_, T, X> {
+    fn layout(&self) -> &Layout {
+        &self.operands.factors.first_product.layout
+    }
+
+    /// Adds `dW += E (f C) - m c`, the last term for the listed ids, and likewise to the gradients of adapter and bias,
+    /// of those that are needed.
     pub(super) fn add_to(&self, gradients: &mut DecoderGradients<T::Acc>, exponentials: &mut [X::Exponential]) {
-        let layout = self.operands.factors.layout;
+        let layout = self.layout();
+        let SplitGradients { mut tiles, mut behind, bias_behind } = self.split(gradients, exponentials);
+        let segments = self.operands.factors.by_segment.par_iter();
+        let scaled: Vec<X::ScaledContexts> =
+            segments.map(|factors| self.format.scaled_contexts(&self.operands, factors)).collect();
+        let groups = tiles.par_chunks_mut(layout.tiles_at_a_time()).enumerate();
+        groups.for_each_init(X::GradientBuffers::default, |buffers, (group, tiles)| {
+            for (tile, index) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
+                self.clear_void_rows(layout.padded(tile.ids.len()), tile.exponentials);
+                tile.factors = self.operands.factors.tile_factors(index);
+            }
+            self.format.add_products(&self.operands, tiles, &scaled, buffers);
+            for GradientTile { ids, gradients, bias, .. } in tiles {
+                self.subtract_listed(ids.clone(), gradients, bias.as_deref_mut());
+            }
+        });
+        self.subtract_listed(layout.vocab..usize::MAX, &mut behind, bias_behind);
+    }
+
+    /// Splits gradients and exponentials by tiles. From here on the gradients are started.
+    fn split<'b>(
+        &self,
+        gradients: &'b mut DecoderGradients<T::Acc>,
+        exponentials: &'b mut [X::Exponential],
+    ) -> SplitGradients<'b, T::Acc, X::Exponential> {
+        let layout = self.layout();
         let Layout { tile_ids, vocab, .. } = *layout;
         let columns = layout.columns(self.operands.factors.rows.len());
-        let of_tiles = exponentials.chunks_mut(layout.padded(tile_ids) * columns).take(layout.tiles());
-        let tile = |(tile, exponentials)| Tile {
+        let exponentials = exponentials.chunks_mut(layout.padded(tile_ids) * columns).take(layout.tiles());
+        let tile = |(tile, exponentials)| GradientTile {
             ids: layout.ids(tile),
             segment: layout.segment_of(tile),
             exponentials,
             factors: vec![],
-            parts: vec![],
+            gradients: vec![],
             bias: None,
         };
-        let mut tiles: Vec<Tile<'_, T::Acc, X::Exponential>> = of_tiles.enumerate().map(tile).collect();
+        let mut tiles: Vec<GradientTile<'_, T::Acc, X::Exponential>> = exponentials.enumerate().map(tile).collect();
         let mut behind = Vec::new();
-        let (parts, bias) = gradients.parts();
-        for ColumnGradient { columns, values, rounded, is_started } in parts {
-            let of_vocab = values.len().min(vocab * columns.len());
-            let (of_vocab, others) = values.split_at_mut(of_vocab);
-            let part =
+        let (matrices, bias) = gradients.parts();
+        for ColumnGradient { columns, values, rounded, is_started } in matrices {
+            let in_vocab = values.len().min(vocab * columns.len());
+            let (values, values_behind) = values.split_at_mut(in_vocab);
+            let gradient =
                 |values, rounded| TileGradient { columns: columns.clone(), values, rounded, is_started: *is_started };
-            let mut values = of_vocab.chunks_mut(tile_ids * columns.len());
+            let mut values = values.chunks_mut(tile_ids * columns.len());
             let mut rounded = rounded.chunks_mut(tile_ids * columns.len());
             for tile in &mut tiles {
-                tile.parts.push(part(values.next().unwrap_or_default(), rounded.next().unwrap_or_default()));
+                let (values, rounded) = (values.next().unwrap_or_default(), rounded.next().unwrap_or_default());
+                tile.gradients.push(gradient(values, rounded));
             }
-            behind.push(part(others, &mut []));
+            behind.push(gradient(values_behind, &mut []));
             *is_started = true;
         }
         let mut bias_behind = None;
         if let Some(bias) = bias {
-            let (of_vocab, others) = bias.split_at_mut(vocab);
-            tiles.iter_mut().zip(of_vocab.chunks_mut(tile_ids)).for_each(|(tile, bias)| tile.bias = Some(bias));
+            let (bias, others) = bias.split_at_mut(vocab);
+            tiles.iter_mut().zip(bias.chunks_mut(tile_ids)).for_each(|(tile, bias)| tile.bias = Some(bias));
             bias_behind = Some(others);
         }
-        let segments = self.operands.factors.of_segments.par_iter();
-        let scaled: Vec<X::Scaled> = segments.map(|factors| self.format.scaled(&self.operands, factors)).collect();
-        let groups = tiles.par_chunks_mut(layout.tiles_at_a_time()).enumerate();
-        groups.for_each_init(X::GradientBuffers::default, |buffers, (group, tiles)| {
-            for (tile, number) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
-                self.clear_void_rows(layout.padded(tile.ids.len()), tile.exponentials);
-                tile.factors = self.operands.factors.of_tile(number);
-            }
-            self.format.add_products(&self.operands, tiles, &scaled, buffers);
-            for Tile { ids, parts, bias, .. } in tiles {
-                self.subtract_listed(ids.clone(), parts, bias.as_deref_mut());
-            }
-        });
-        self.subtract_listed(vocab..usize::MAX, &mut behind, bias_behind);
+        SplitGradients { tiles, behind, bias_behind }
     }
 
-    /// Subtracts the listed ids among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`.
+    /// Subtracts the listed ids among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`. A rounded
+    /// gradient has them subtracted before it is rounded.
     fn subtract_listed(
         &self,
         ids: Range<usize>,
-        parts: &mut [TileGradient<'_, T::Acc>],
+        gradients: &mut [TileGradient<'_, T::Acc>],
         mut bias: Option<&mut [T::Acc]>,
     ) {
-        self.operands.each_listed(&ids, |id, mass, context| {
+        self.operands.for_each_listed(&ids, |id, mass, context| {
             if let Some(bias) = &mut bias {
                 bias[id] -= mass;
             }
-            for TileGradient { columns, values, .. } in parts.iter_mut().filter(|part| part.rounded.is_empty()) {
-                let gradient = &mut values[id * columns.len()..(id + 1) * columns.len()];
-                gradient.iter_mut().zip(&context[columns.clone()]).for_each(|(g, &c)| *g -= mass * c);
+            for TileGradient { columns, values, .. } in
+                gradients.iter_mut().filter(|gradient| gradient.rounded.is_empty())
+            {
+                let to = &mut values[id * columns.len()..(id + 1) * columns.len()];
+                to.iter_mut().zip(&context[columns.clone()]).for_each(|(g, &c)| *g -= mass * c);
             }
         });
     }
 
-    /// Sets the exponentials of void rows to zero.
+    /// Sets the exponentials of void rows in a tile of `ids` ids to zero.
     fn clear_void_rows(&self, ids: usize, exponentials: &mut [X::Exponential]) {
+        let FirstProductResults { layout, panels, .. } = self.operands.factors.first_product;
         for (r, _) in self.operands.factors.rows.iter().enumerate().filter(|(_, row)| row.is_void) {
-            let panel = self.operands.factors.panels[self.operands.factors.layout.panel_of(r)];
+            let panel = panels[layout.panel_of(r)];
             let tile = &mut exponentials[ids * panel.first..][..ids * panel.width];
             tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = X::Exponential::default());
         }

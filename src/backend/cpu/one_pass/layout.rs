@@ -3,30 +3,30 @@
 
 use std::ops::Range;
 
-/// Maximum number of ids of a tile.
+/// The maximum number of ids of a tile.
 const MOST_IDS: usize = 256;
-/// Minimum number of ids of a tile, if the vocabulary has as many.
+/// The minimum number of ids of a tile, if the vocabulary has as many.
 const LEAST_IDS: usize = 32;
 
-/// How the products cut a chunk.
+/// The sizes by which the products of a format cut a chunk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Blocks {
-    /// Ids that a product computes at a time; those of a tile are a multiple.
+    /// The number of ids that a product computes at a time. The number of ids of a tile is a multiple of it.
     pub(super) ids: usize,
-    /// Rows of a full panel.
+    /// The number of rows of a full panel.
     pub(super) panel_rows: usize,
     /// The width of every panel is a multiple of this.
     pub(super) lanes: usize,
     /// The ids of a tile and the columns of the decoder are padded to multiples of this.
     pub(super) padding: usize,
-    /// Minimum number of pieces, pairs of a panel and a segment, if the vocabulary is large enough: as many threads have
-    /// work.
+    /// The minimum number of pieces, pairs of a panel and a segment, if the vocabulary is large enough: as many threads
+    /// have work.
     pub(super) pieces: usize,
-    /// Approximate minimum number of tiles, likewise.
+    /// The approximate minimum number of tiles, likewise.
     pub(super) tiles: usize,
-    /// Elements of the decoder in a tile, which stays in the second-level cache with its logits.
+    /// The number of elements of the decoder in a tile, which stays in the second-level cache with its logits.
     pub(super) tile_elements: usize,
-    /// Ids whose gradients the third product computes at a time.
+    /// The number of ids whose gradients the third product computes at a time.
     pub(super) group_ids: usize,
 }
 
@@ -34,29 +34,30 @@ pub(crate) struct Blocks {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layout {
     pub(super) vocab: usize,
-    /// Ids of each tile but the last.
+    /// The number of ids of each tile but the last.
     pub(super) tile_ids: usize,
-    /// Tiles of each segment but the last.
+    /// The number of tiles of each segment but the last.
     segment_tiles: usize,
-    /// Rows of each panel but the last.
+    /// The number of rows of each panel but the last.
     pub(super) panel_rows: usize,
     /// The width of every panel is a multiple of this.
     pub(super) lanes: usize,
     /// The ids of a tile and the columns of the decoder are padded to multiples of this.
     padding: usize,
-    /// Minimum number of pieces, pairs of a panel and a segment.
+    /// The minimum number of pieces, pairs of a panel and a segment.
     pieces: usize,
-    /// Ids whose gradients the third product computes at a time.
+    /// The number of ids whose gradients the third product computes at a time.
     group_ids: usize,
 }
 
 /// Rows that are computed together, as the columns of a tile.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Panel {
-    /// Index of its first row in the chunk, and of its first column when all panels lie side by side.
+    /// The index of its first row in the chunk, and of its first column when all panels lie side by side.
     pub(super) first: usize,
+    /// The number of its rows.
     pub(super) rows: usize,
-    /// `rows`, rounded up to a multiple of [`Layout::lanes`].
+    /// The number of its columns: `rows`, rounded up to a multiple of [`Layout::lanes`].
     pub(super) width: usize,
 }
 
@@ -64,9 +65,9 @@ impl Layout {
     /// Cuts chunks of at most `rows` rows.
     pub(super) fn new(blocks: Blocks, rows: usize, context_dim: usize, vocab: usize) -> Self {
         let Blocks { ids: at_a_time, panel_rows, lanes, padding, pieces, tile_elements, group_ids, .. } = blocks;
-        let of_piece = vocab.div_ceil(blocks.tiles).next_multiple_of(at_a_time);
+        let balanced = vocab.div_ceil(blocks.tiles).next_multiple_of(at_a_time);
         let cached = tile_elements / context_dim.max(1);
-        let ids = cached.min(of_piece).clamp(LEAST_IDS, MOST_IDS);
+        let ids = cached.min(balanced).clamp(LEAST_IDS, MOST_IDS);
         let tile_ids = (ids / at_a_time * at_a_time).min(vocab.max(1));
         let tiles = vocab.div_ceil(tile_ids);
         let segments = pieces.div_ceil(rows.div_ceil(panel_rows).max(1)).min(tiles).max(1);
@@ -75,11 +76,12 @@ impl Layout {
     }
 
     /// Limits segments to `bytes` bytes of the decoder, or to one tile if that is larger.
-    pub(super) fn with_segments_of<F>(self, bytes: usize, context_dim: usize) -> Self {
-        let of_tile = (self.tile_ids * context_dim * size_of::<F>()).max(1);
-        Layout { segment_tiles: self.segment_tiles.min((bytes / of_tile).max(1)), ..self }
+    pub(super) fn with_segment_bytes<F>(self, bytes: usize, context_dim: usize) -> Self {
+        let tile_bytes = (self.tile_ids * context_dim * size_of::<F>()).max(1);
+        Layout { segment_tiles: self.segment_tiles.min((bytes / tile_bytes).max(1)), ..self }
     }
 
+    /// Cuts `rows` rows into panels.
     pub(super) fn panels(&self, rows: usize) -> Vec<Panel> {
         let panel = |first| {
             let rows = self.panel_rows.min(rows - first);
@@ -88,50 +90,56 @@ impl Layout {
         (0..rows).step_by(self.panel_rows).map(panel).collect()
     }
 
+    /// Returns the index of the panel that has a row.
     pub(super) fn panel_of(&self, row: usize) -> usize {
         row / self.panel_rows
     }
 
-    /// Columns of all panels of `rows` rows.
+    /// Returns the number of columns of all panels of `rows` rows.
     pub(super) fn columns(&self, rows: usize) -> usize {
         rows.next_multiple_of(self.lanes)
     }
 
+    /// Returns the number of tiles.
     pub(super) fn tiles(&self) -> usize {
         self.vocab.div_ceil(self.tile_ids)
     }
 
-    /// How many tiles the third product computes at a time.
+    /// Returns how many tiles the third product computes at a time.
     pub(super) fn tiles_at_a_time(&self) -> usize {
         (self.group_ids / self.tile_ids).clamp(1, (self.tiles() / self.pieces).max(1))
     }
 
-    /// How many of the chunk's panels pass through a tile together: at most so many, if that leaves work for all threads.
+    /// Returns how many of a chunk's `panels` pass through a tile together: at most `most`, and fewer if threads would
+    /// have no work otherwise.
     pub(super) fn panels_at_a_time(&self, panels: usize, most: usize) -> usize {
-        /// Pieces of work for each thread.
-        const FOR_EACH: usize = 2;
-        (panels * self.segments() / (FOR_EACH * rayon::current_num_threads())).clamp(1, most)
+        /// The number of pieces for each thread.
+        const PER_THREAD: usize = 2;
+        (panels * self.segments() / (PER_THREAD * rayon::current_num_threads())).clamp(1, most)
     }
 
-    /// A number of ids or of columns of the decoder, with padding.
+    /// Pads a number of ids, or of columns of the decoder.
     pub(super) fn padded(&self, n: usize) -> usize {
         n.next_multiple_of(self.padding)
     }
 
+    /// Returns the ids of a tile.
     pub(super) fn ids(&self, tile: usize) -> Range<usize> {
         tile * self.tile_ids..self.vocab.min((tile + 1) * self.tile_ids)
     }
 
+    /// Returns the number of segments.
     pub(super) fn segments(&self) -> usize {
         self.tiles().div_ceil(self.segment_tiles)
     }
 
+    /// Returns the number of pieces, pairs of a panel and a segment, of `rows` rows.
     pub(super) fn pieces(&self, rows: usize) -> usize {
         self.segments() * rows.div_ceil(self.panel_rows)
     }
 
-    /// How many more pieces than panels a chunk may have.
-    pub(super) fn more_pieces(&self) -> usize {
+    /// Returns by how many the pieces of a chunk may outnumber its panels.
+    pub(super) fn extra_pieces(&self) -> usize {
         if self.tiles() > 1 {
             self.pieces - 1
         } else {
@@ -139,10 +147,12 @@ impl Layout {
         }
     }
 
-    pub(super) fn segment(&self, segment: usize) -> Range<usize> {
+    /// Returns the tiles of a segment.
+    pub(super) fn tiles_of_segment(&self, segment: usize) -> Range<usize> {
         segment * self.segment_tiles..self.tiles().min((segment + 1) * self.segment_tiles)
     }
 
+    /// Returns the index of the segment that has a tile.
     pub(super) fn segment_of(&self, tile: usize) -> usize {
         tile / self.segment_tiles
     }
@@ -164,9 +174,12 @@ mod tests {
         for isa in Isa::available() {
             for (rows, context_dim, vocab) in [(1, 1, 1), (47, 3, 257), (480, 280, 10_000), (129, 2048, 128_256)] {
                 let layout = layout(isa, rows, context_dim, vocab);
-                let tiles: Vec<usize> = (0..layout.segments()).flat_map(|segment| layout.segment(segment)).collect();
+                let tiles: Vec<usize> =
+                    (0..layout.segments()).flat_map(|segment| layout.tiles_of_segment(segment)).collect();
                 assert_eq!(tiles, (0..layout.tiles()).collect::<Vec<_>>());
-                assert!((0..layout.segments()).all(|s| layout.segment(s).all(|tile| layout.segment_of(tile) == s)));
+                assert!(
+                    (0..layout.segments()).all(|s| layout.tiles_of_segment(s).all(|tile| layout.segment_of(tile) == s))
+                );
                 let ids: usize = tiles.iter().map(|&tile| layout.ids(tile).len()).sum();
                 assert_eq!(ids, vocab);
                 let panels = layout.panels(rows);
@@ -174,7 +187,7 @@ mod tests {
                 assert_eq!(panels.last().map(|panel| panel.first + panel.width), Some(layout.columns(rows)));
                 assert!((0..rows).all(|row| (row - panels[layout.panel_of(row)].first) < layout.panel_rows));
                 assert!(layout.pieces(rows) >= layout.pieces.min(panels.len() * layout.tiles()) / 2);
-                assert!(layout.pieces(rows) <= panels.len() + layout.more_pieces());
+                assert!(layout.pieces(rows) <= panels.len() + layout.extra_pieces());
                 assert!(layout.tiles() * LEAST_IDS >= vocab.min(layout.pieces * LEAST_IDS) * 9 / 10, "{layout:?}");
             }
         }
@@ -185,12 +198,12 @@ mod tests {
         for (rows, context_dim, vocab, bytes) in [(768, 280, 33_278, 4 << 20), (768, 5, 1000, 4000), (768, 300, 900, 1)]
         {
             let layout = layout(Isa::available()[0], rows, context_dim, vocab);
-            let cut = layout.with_segments_of::<f32>(bytes, context_dim);
+            let cut = layout.with_segment_bytes::<f32>(bytes, context_dim);
             assert!(cut.segments() > layout.segments(), "{cut:?}");
-            let tiles: Vec<usize> = (0..cut.segments()).flat_map(|segment| cut.segment(segment)).collect();
+            let tiles: Vec<usize> = (0..cut.segments()).flat_map(|segment| cut.tiles_of_segment(segment)).collect();
             assert_eq!(tiles, (0..layout.tiles()).collect::<Vec<_>>());
             for segment in 0..cut.segments() {
-                let ids: usize = cut.segment(segment).map(|tile| cut.ids(tile).len()).sum();
+                let ids: usize = cut.tiles_of_segment(segment).map(|tile| cut.ids(tile).len()).sum();
                 assert!(ids * context_dim * 4 <= bytes.max(cut.tile_ids * context_dim * 4), "{segment} of {cut:?}");
             }
         }

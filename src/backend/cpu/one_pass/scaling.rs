@@ -1,17 +1,17 @@
-//! Products with the factors of rows, between the matrix products.
+//! The kernels that multiply by the factors of rows, between the matrix products.
 
 use crate::backend::cpu::products::panel::{lanes, Left};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 
-/// `values[.., row] := factors[row] values[.., row]`
-pub(super) struct Scaled<'a, F> {
+/// Computes `values[.., row] := factors[row] values[.., row]`.
+pub(super) struct Scale<'a, F> {
     /// `[n, width]`
     pub(super) values: &'a mut [F],
     /// `[width]`
     pub(super) factors: &'a [F],
 }
 
-impl<F: Float> Kernel<F> for Scaled<'_, F> {
+impl<F: Float> Kernel<F> for Scale<'_, F> {
     type Output = ();
 
     #[inline(always)]
@@ -25,7 +25,7 @@ impl<F: Float> Kernel<F> for Scaled<'_, F> {
     }
 }
 
-/// `to[.., row] += factors[row] values[.., row]`
+/// Computes `to[.., row] += factors[row] values[.., row]`.
 pub(super) struct AddScaled<'a, F> {
     /// `[n, width]`
     pub(super) to: &'a mut [F],
@@ -49,9 +49,9 @@ impl<F: Float> Kernel<F> for AddScaled<'_, F> {
     }
 }
 
-/// `to[row, ..] = factors[row] contexts[row, ..]` for some columns, padded with zeros to whole vectors.
-pub(super) struct ScaledRows<'a, F> {
-    /// Rows that start `d` elements apart, at the first of the columns.
+/// Computes `to[row, ..] = factors[row] contexts[row, ..]` for some columns, padded with zeros to whole vectors.
+pub(super) struct ScaleRows<'a, F> {
+    /// The rows, which start `d` elements apart, from the first of the columns on.
     pub(super) contexts: &'a [F],
     pub(super) d: usize,
     pub(super) columns: usize,
@@ -59,12 +59,12 @@ pub(super) struct ScaledRows<'a, F> {
     pub(super) to: &'a mut [F],
 }
 
-impl<F: Float> Kernel<F> for ScaledRows<'_, F> {
+impl<F: Float> Kernel<F> for ScaleRows<'_, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let ScaledRows { contexts, d, columns, factors, to } = self;
+        let ScaleRows { contexts, d, columns, factors, to } = self;
         let width = columns.div_ceil(lanes::<F, V>());
         let to = V::registers_mut(to).chunks_exact_mut(width);
         for ((to, context), &factor) in to.zip(contexts.chunks(d)).zip(factors) {
@@ -80,31 +80,31 @@ impl<F: Float> Kernel<F> for ScaledRows<'_, F> {
     }
 }
 
-/// `to[i] += sum_k left[i, k] factors[k]`, for a left operand whose parts have rows of whole vectors.
-pub(super) struct WeightedSums<'a, F> {
+/// Computes `to[i] += sum_k left[i, k] factors[k]`, for a left operand whose blocks have rows of whole vectors.
+pub(super) struct AddWeightedSums<'a, F> {
     pub(super) left: &'a [Left<'a, F>],
-    /// They have the padding of the left operand's rows.
+    /// The factors, padded as the left operand's rows are.
     pub(super) factors: &'a [F],
     pub(super) to: &'a mut [F],
 }
 
-impl<F: Float> Kernel<F> for WeightedSums<'_, F> {
+impl<F: Float> Kernel<F> for AddWeightedSums<'_, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        /// Independent sums, which hide the latency.
+        /// The number of independent sums, which hide the latency.
         const SUMS: usize = 4;
-        let WeightedSums { left, factors, to } = self;
+        let AddWeightedSums { left, factors, to } = self;
         for (i, to) in to.chunks_mut(SUMS).enumerate() {
             let mut sums = [v.splat(F::zero()); SUMS];
             let mut factors = V::registers(factors);
             for left in left {
                 let rows = V::registers(&left.values[i * SUMS * left.row..][..to.len() * left.row]);
-                let (of_part, others) = factors.split_at(left.row / lanes::<F, V>());
+                let (block_factors, others) = factors.split_at(left.row / lanes::<F, V>());
                 factors = others;
-                for (sum, row) in sums.iter_mut().zip(rows.chunks_exact(of_part.len())) {
-                    for (&x, &factor) in row.iter().zip(of_part) {
+                for (sum, row) in sums.iter_mut().zip(rows.chunks_exact(block_factors.len())) {
+                    for (&x, &factor) in row.iter().zip(block_factors) {
                         *sum = v.mul_add(x, factor, *sum);
                     }
                 }

@@ -1,44 +1,42 @@
-//! Products on a tile unit, of operands in bf16: the decoder's rows, rounded if they are f32, the contexts, and the
-//! exponentials. Sums of exponentials, of products and of gradients are f32, as on vectors.
+//! The format of products on a tile unit, whose operands are bf16: the decoder's rows and the contexts, rounded if they
+//! are f32, and the exponentials. All sums are f32, as on vectors.
 
 use std::ops::Range;
 
 use candle_core::DType;
 use half::bf16;
 
-use super::format::{DecoderGradient, FirstOperands, Format, Tile, TileGradient};
+use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
 use super::layout::{Blocks, Panel};
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
-use crate::backend::cpu::tiles::product::{steps, Operand, TileProduct, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::product::{steps, Operand, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
-/// Elements of the decoder in a tile. It is there twice: in rows, and in columns.
+/// The number of elements of the decoder in a tile. The tile is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
-/// Ids whose gradients the third product computes at a time, and their columns: these stay in the second-level cache
-/// while it sums over the rows.
+/// The number of ids whose gradients the third product computes at a time. With [`GROUP_COLUMNS`] of their columns,
+/// these stay in the second-level cache while the product sums over the rows.
 const GROUP_IDS: usize = 512;
+/// The number of columns whose gradients the third product computes at a time.
 const GROUP_COLUMNS: usize = 256;
-/// Rows whose contexts are scaled at a time for a tile with factors of its own.
+/// The number of rows whose contexts are scaled at a time for a tile with factors of its own.
 const OWN_ROWS: usize = 768;
-/// Panels that share a tile of the decoder, at most.
+/// The maximum number of panels that share a tile of the decoder.
 const MOST_PANELS: usize = 16;
 
 /// The logits of a tile and a panel `[padded ids, SIDE]`, and its exponentials in pairs of ids.
 #[derive(Default)]
 pub(crate) struct LogitTile {
     logits: Aligned<f32>,
-    /// If the exponentials are not kept: in bf16 where they would be.
+    /// The exponentials in bf16, if they are not kept for the third product.
     exponentials: Aligned<bf16>,
     pairs: Aligned<Pair>,
 }
-
-/// Contexts times factors, in pairs of rows: `[square of columns][pair][SIDE]`.
-pub(crate) type ScaledContexts = Aligned<Pair>;
 
 impl<T: Element<Acc = f32>> Format<T> for Tiles {
     type Packed = Pair;
@@ -49,13 +47,15 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         T: 't;
     type DecoderBuffers = DecoderSquares;
     type LogitBuffers = LogitTile;
-    type Scaled = ScaledContexts;
+    /// `[square of columns][pair][SIDE]`, in pairs of rows
+    type ScaledContexts = Aligned<Pair>;
     type GradientBuffers = GradientBuffers;
 
-    fn rounds() -> bool {
+    fn rounds_gradients() -> bool {
         T::DTYPE == DType::BF16
     }
 
+    /// Everything is a multiple of a square's side; a panel is as wide as a square.
     fn blocks(self) -> Blocks {
         Blocks {
             ids: SIDE,
@@ -73,16 +73,16 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         d.next_multiple_of(SIDE) / 2
     }
 
-    fn thread_bytes(self, d: usize, ids: usize, keeps: bool) -> usize {
+    fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize {
         let d_padded = d.next_multiple_of(SIDE);
         let decoder = 2 * ids * d_padded * size_of::<bf16>();
         let logits = ids * SIDE * size_of::<f32>() + ids / 2 * SIDE * size_of::<Pair>();
         let group = GROUP_COLUMNS.min(d_padded);
-        let of_third_product = OWN_ROWS * group * size_of::<bf16>() + ids.max(GROUP_IDS) * group * size_of::<f32>();
-        decoder + logits + if keeps { of_third_product } else { ids * SIDE * size_of::<bf16>() }
+        let third_product = OWN_ROWS * group * size_of::<bf16>() + ids.max(GROUP_IDS) * group * size_of::<f32>();
+        decoder + logits + if keeps_exponentials { third_product } else { ids * SIDE * size_of::<bf16>() }
     }
 
-    fn scaled_bytes(self, d: usize) -> usize {
+    fn scaled_context_bytes(self, d: usize) -> usize {
         d.next_multiple_of(SIDE) * size_of::<bf16>()
     }
 
@@ -90,7 +90,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         MOST_PANELS
     }
 
-    /// `[d / 2, SIDE]`: pairs of columns
+    /// Writes `[d / 2, SIDE]`, the contexts in pairs of columns.
     fn pack(self, inputs: &Inputs<'_, T>, contexts: &[f32], panel: Panel, to: &mut [Pair]) {
         let d = inputs.sizes.context_dim;
         to.fill(0);
@@ -102,7 +102,8 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         }
     }
 
-    fn decoder<'t>(
+    /// Rounds the rows, and transposes them for the second product.
+    fn decoder_tile<'t>(
         self,
         inputs: &'t Inputs<'_, T>,
         ids: Range<usize>,
@@ -112,68 +113,78 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         tile
     }
 
+    /// Computes the logits in f32 and rounds their exponentials to bf16 for the second and the third product.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, T, Self>,
         buffers: &mut LogitTile,
         exponentiate: impl FnOnce(&mut [f32], &mut [f32]),
     ) {
-        let FirstOperands { inputs, ids, decoder, panel, packed, kept, sums, is_first } = operands;
+        let FirstOperands { inputs, ids, decoder, panel, packed, exponentials, products, is_first_tile } = operands;
         let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         let logits = &mut buffers.logits.at_least(n * SIDE)[..n * SIDE];
-        self.unit.multiply_squares((&decoder.rows, packed), d / SIDE, logits, (n / SIDE, SIDE));
+        self.unit.multiply_squares(SquareProduct {
+            left: &decoder.rows,
+            right: packed,
+            depth: d / SIDE,
+            to: logits,
+            rows: n / SIDE,
+            width: SIDE,
+        });
         let (logits, padding) = logits.split_at_mut(ids.len() * SIDE);
         let bias = &inputs.bias[ids];
-        f32::dispatch(self.isa, Biased { logits, bias, scale: inputs.logit_scale });
-        exponentiate(logits, sums);
+        f32::dispatch(self.isa, ScaleAndAddBias { logits, bias, scale: inputs.logit_scale });
+        exponentiate(logits, products);
         padding.fill(0.0);
-        let kept = match kept {
-            Some(kept) => kept,
-            None if sums.is_empty() => return,
+        let rounded = match exponentials {
+            Some(exponentials) => exponentials,
+            None if products.is_empty() => return,
             None => buffers.exponentials.at_least(n * SIDE),
         };
         let exponentials = &buffers.logits[..n * SIDE];
         let pairs = &mut buffers.pairs.at_least(n / 2 * SIDE)[..n / 2 * SIDE];
-        f32::dispatch(self.isa, Rounded { exponentials, rows: panel.rows, kept, pairs });
-        if sums.is_empty() {
+        f32::dispatch(self.isa, RoundExponentials { exponentials, rows: panel.rows, rounded, pairs });
+        if products.is_empty() {
             return;
         }
         self.unit.multiply(TileProduct {
             left: Operand { values: &decoder.columns, row: SIDE, step: SQUARE, square: n / SIDE * SQUARE },
             right: Operand { values: pairs, row: SIDE, step: PAIRS * SIDE, square: 0 },
             steps: n / SIDE,
-            to: sums,
+            to: products,
             to_row: SIDE,
             rows: d / SIDE,
             columns: 1,
-            add: !is_first,
+            is_added: !is_first_tile,
         });
     }
 
-    fn scaled(self, gradient: &DecoderGradient<'_, T>, factors: &[f32]) -> ScaledContexts {
-        let mut scaled = ScaledContexts::default();
-        self.scale(gradient, 0..gradient.factors.rows.len(), 0..gradient.d, factors, &mut scaled);
+    fn scaled_contexts(self, operands: &ThirdOperands<'_, T>, factors: &[f32]) -> Aligned<Pair> {
+        let mut scaled = Aligned::default();
+        self.scale(operands, 0..operands.factors.rows.len(), 0..operands.d, factors, &mut scaled);
         scaled
     }
 
+    /// Adds the products of all tiles whose factors are those of their segments at once, and of each other tile by
+    /// itself, a group of columns at a time.
     fn add_products(
         self,
-        gradient: &DecoderGradient<'_, T>,
-        tiles: &mut [Tile<'_, f32, bf16>],
-        scaled: &[ScaledContexts],
+        operands: &ThirdOperands<'_, T>,
+        tiles: &mut [GradientTile<'_, f32, bf16>],
+        scaled: &[Aligned<Pair>],
         buffers: &mut GradientBuffers,
     ) {
-        let is_shared = |tile: &Tile<'_, _, _>| tile.factors == gradient.factors.of_segments[tile.segment];
+        let is_shared = |tile: &GradientTile<'_, _, _>| tile.factors == operands.factors.by_segment[tile.segment];
         for tiles in tiles.chunk_by_mut(|a, b| is_shared(a) && is_shared(b)) {
             let scaled = is_shared(&tiles[0]).then_some(scaled);
-            let columns = tiles[0].parts.iter().map(|part| part.columns.end).max().unwrap_or(0);
+            let columns = tiles[0].gradients.iter().map(|gradient| gradient.columns.end).max().unwrap_or(0);
             for first in (0..columns).step_by(GROUP_COLUMNS) {
-                self.add_columns(gradient, tiles, first..columns.min(first + GROUP_COLUMNS), scaled, buffers);
+                self.add_columns(operands, tiles, first..columns.min(first + GROUP_COLUMNS), scaled, buffers);
             }
-            for Tile { ids, exponentials, factors, bias, .. } in tiles {
+            for GradientTile { ids, exponentials, factors, bias, .. } in tiles {
                 let Some(bias) = bias else { continue };
-                let (ids, panels) = (ids.len().next_multiple_of(SIDE), gradient.factors.panels.len());
-                f32::dispatch(self.isa, TileWeightedSums { exponentials, ids, panels, factors, to: bias });
+                let (ids, panels) = (ids.len().next_multiple_of(SIDE), operands.factors.first_product.panels.len());
+                f32::dispatch(self.isa, AddTileWeightedSums { exponentials, ids, panels, factors, to: bias });
             }
         }
     }
@@ -183,38 +194,39 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
 #[derive(Default)]
 pub(crate) struct GradientBuffers {
     /// The scaled contexts of a tile with factors of its own.
-    own: ScaledContexts,
+    own: Aligned<Pair>,
     /// `[tile][padded ids, padded columns]`
     sums: Aligned<f32>,
 }
 
 impl Tiles {
-    /// Writes some columns of the contexts of some rows times their factors.
+    /// Writes some columns of the contexts of some rows, times the rows' factors.
     fn scale<T: Element<Acc = f32>>(
         self,
-        gradient: &DecoderGradient<'_, T>,
+        operands: &ThirdOperands<'_, T>,
         rows: Range<usize>,
         columns: Range<usize>,
         factors: &[f32],
-        to: &mut ScaledContexts,
+        to: &mut Aligned<Pair>,
     ) {
-        let (d, pairs) = (gradient.d, rows.len().next_multiple_of(SIDE) / 2);
+        let (d, pairs) = (operands.d, rows.len().next_multiple_of(SIDE) / 2);
         let to = to.at_least(columns.len().next_multiple_of(SIDE) * pairs);
-        let (contexts, factors) = (&gradient.contexts[rows.start * d..rows.end * d], &factors[rows]);
-        f32::dispatch(self.isa, ScaledPairs { contexts, d, columns, factors, pairs, to });
+        let (contexts, factors) = (&operands.contexts[rows.start * d..rows.end * d], &factors[rows]);
+        f32::dispatch(self.isa, ScaleInPairs { contexts, d, columns, factors, pairs, to });
     }
 
-    /// Adds the products of some tiles, which share the scaled contexts of all segments, or of one tile that has its
-    /// own, to the gradients of some columns. The first column is a multiple of a side.
+    /// Adds products to the gradients of some columns, the first of which is a multiple of a side. If `scaled` has the
+    /// contexts times the factors of each segment, the tiles share these; otherwise there is one tile, with factors of
+    /// its own.
     fn add_columns<T: Element<Acc = f32>>(
         self,
-        gradient: &DecoderGradient<'_, T>,
-        tiles: &mut [Tile<'_, f32, bf16>],
+        operands: &ThirdOperands<'_, T>,
+        tiles: &mut [GradientTile<'_, f32, bf16>],
         columns: Range<usize>,
-        scaled: Option<&[ScaledContexts]>,
+        scaled: Option<&[Aligned<Pair>]>,
         GradientBuffers { own, sums }: &mut GradientBuffers,
     ) {
-        let rows = gradient.factors.rows.len();
+        let rows = operands.factors.rows.len();
         let width = columns.len().next_multiple_of(SIDE);
         let most = tiles.iter().map(|tile| tile.ids.len().next_multiple_of(SIDE) * width).max().unwrap_or(0);
         let sums = sums.at_least(tiles.len() * most);
@@ -222,7 +234,7 @@ impl Tiles {
         for first in (0..rows).step_by(at_a_time) {
             let block = first..rows.min(first + at_a_time);
             if scaled.is_none() {
-                self.scale(gradient, block.clone(), columns.clone(), &tiles[0].factors, own);
+                self.scale(operands, block.clone(), columns.clone(), &tiles[0].factors, own);
             }
             let pairs = block.len().next_multiple_of(SIDE) / 2;
             for panels in steps(first / SIDE..block.end.div_ceil(SIDE)) {
@@ -242,65 +254,73 @@ impl Tiles {
                         to_row: width,
                         rows: n / SIDE,
                         columns: width / SIDE,
-                        add: panels.start > 0,
+                        is_added: panels.start > 0,
                     });
                 }
             }
         }
         for (tile, sums) in tiles.iter_mut().zip(sums.chunks_exact_mut(most)) {
-            for part in &mut tile.parts {
-                store(self.isa, gradient, &tile.ids, part, columns.clone(), sums, width);
+            let mut sums = TileSums { columns: columns.clone(), sums, width };
+            for gradient in &mut tile.gradients {
+                sums.store(self.isa, operands, &tile.ids, gradient);
             }
         }
     }
 }
 
-/// Stores a tile's sums `[ids, width]`, of these columns, in the gradient of a part of the decoder.
-fn store<T: Element<Acc = f32>>(
-    isa: Isa,
-    gradient: &DecoderGradient<'_, T>,
-    ids: &Range<usize>,
-    TileGradient { columns: of_part, values, rounded, is_started }: &mut TileGradient<'_, f32>,
+/// The third product of a tile, for some columns of the decoder.
+struct TileSums<'a> {
     columns: Range<usize>,
-    sums: &mut [f32],
+    /// `[ids, width]`
+    sums: &'a mut [f32],
     width: usize,
-) {
-    let shared = columns.start.max(of_part.start)..columns.end.min(of_part.end);
-    if shared.is_empty() {
-        return;
-    }
-    let of_sums = shared.start - columns.start..shared.end - columns.start;
-    let of_values = shared.start - of_part.start..shared.end - of_part.start;
-    if !rounded.is_empty() {
-        // What is rounded at once has its listed ids subtracted before.
-        gradient.each_listed(ids, |id, mass, context| {
-            let sums = sums[id * width..][of_sums.clone()].iter_mut();
-            sums.zip(&context[shared.clone()]).for_each(|(sum, &c)| *sum -= mass * c);
-        });
-        for (sums, to) in sums.chunks_exact(width).zip(rounded.chunks_exact_mut(of_part.len())) {
-            let (values, to) = (&sums[of_sums.clone()], &mut to[of_values.clone()]);
-            f32::dispatch(isa, RoundedRow { values, to });
+}
+
+impl TileSums<'_> {
+    /// Stores the sums in the gradient of the weight or the adapter, as far as it has these columns.
+    fn store<T: Element<Acc = f32>>(
+        &mut self,
+        isa: Isa,
+        operands: &ThirdOperands<'_, T>,
+        ids: &Range<usize>,
+        TileGradient { columns, values, rounded, is_started }: &mut TileGradient<'_, f32>,
+    ) {
+        let shared = self.columns.start.max(columns.start)..self.columns.end.min(columns.end);
+        if shared.is_empty() {
+            return;
         }
-        return;
-    }
-    for (sums, to) in sums.chunks_exact(width).zip(values.chunks_exact_mut(of_part.len())) {
-        let (sums, to) = (&sums[of_sums.clone()], &mut to[of_values.clone()]);
-        if *is_started {
-            to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum)
-        } else {
-            to.copy_from_slice(sums)
+        let from = shared.start - self.columns.start..shared.end - self.columns.start;
+        let to = shared.start - columns.start..shared.end - columns.start;
+        if !rounded.is_empty() {
+            // The listed ids are subtracted here, before the gradient is rounded.
+            operands.for_each_listed(ids, |id, mass, context| {
+                let sums = self.sums[id * self.width..][from.clone()].iter_mut();
+                sums.zip(&context[shared.clone()]).for_each(|(sum, &c)| *sum -= mass * c);
+            });
+            for (sums, row) in self.sums.chunks_exact(self.width).zip(rounded.chunks_exact_mut(columns.len())) {
+                f32::dispatch(isa, RoundedRow { values: &sums[from.clone()], to: &mut row[to.clone()] });
+            }
+            return;
+        }
+        for (sums, row) in self.sums.chunks_exact(self.width).zip(values.chunks_exact_mut(columns.len())) {
+            let (sums, to) = (&sums[from.clone()], &mut row[to.clone()]);
+            if *is_started {
+                to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum)
+            } else {
+                to.copy_from_slice(sums)
+            }
         }
     }
 }
 
-/// `z := scale z + bias[id]` for logits `[ids, SIDE]`
-struct Biased<'a> {
+/// Computes `z := scale z + bias[id]` for logits `[ids, SIDE]`.
+struct ScaleAndAddBias<'a> {
     logits: &'a mut [f32],
     bias: &'a [f32],
     scale: f32,
 }
 
-impl Kernel<f32> for Biased<'_> {
+impl Kernel<f32> for ScaleAndAddBias<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -315,39 +335,39 @@ impl Kernel<f32> for Biased<'_> {
     }
 }
 
-/// Exponentials `[ids, SIDE]` in bf16: as they lie, and in pairs of ids. Lanes without a row become zero.
-struct Rounded<'a> {
+/// Rounds exponentials `[ids, SIDE]` to bf16: as they lie, and in pairs of ids. Lanes without a row become zero.
+struct RoundExponentials<'a> {
     exponentials: &'a [f32],
     rows: usize,
-    kept: &'a mut [bf16],
+    rounded: &'a mut [bf16],
     /// `[ids / 2, SIDE]`
     pairs: &'a mut [Pair],
 }
 
-impl Kernel<f32> for Rounded<'_> {
+impl Kernel<f32> for RoundExponentials<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<f32>>(self, _: V) {
         let mut mask = [0; SIDE];
         mask[..self.rows].fill(u32::MAX);
-        let of_ids = self.exponentials.chunks_exact(2 * SIDE).zip(self.kept.chunks_exact_mut(2 * SIDE));
-        for ((exponentials, kept), pairs) in of_ids.zip(self.pairs.chunks_exact_mut(SIDE)) {
+        let id_pairs = self.exponentials.chunks_exact(2 * SIDE).zip(self.rounded.chunks_exact_mut(2 * SIDE));
+        for ((exponentials, rounded), pairs) in id_pairs.zip(self.pairs.chunks_exact_mut(SIDE)) {
             let (first, second) = exponentials.split_at(SIDE);
-            let (kept_first, kept_second) = kept.split_at_mut(SIDE);
+            let (rounded_first, rounded_second) = rounded.split_at_mut(SIDE);
             for r in 0..SIDE {
                 let (first, second) = (rounding::bits(first[r]) & mask[r], rounding::bits(second[r]) & mask[r]);
-                kept_first[r] = rounding::bf16_of(first);
-                kept_second[r] = rounding::bf16_of(second);
+                rounded_first[r] = rounding::bf16_from_bits(first);
+                rounded_second[r] = rounding::bf16_from_bits(second);
                 pairs[r] = rounding::pair(first, second);
             }
         }
     }
 }
 
-/// Contexts times factors, in pairs of rows: `[square of columns][pair][SIDE]`, with zeros for rows and columns that
-/// are missing.
-struct ScaledPairs<'a> {
+/// Multiplies contexts by factors and writes them in pairs of rows, `[square of columns][pair][SIDE]`, with zeros for
+/// rows and columns that are missing.
+struct ScaleInPairs<'a> {
     /// `[rows, d]`
     contexts: &'a [f32],
     d: usize,
@@ -357,16 +377,16 @@ struct ScaledPairs<'a> {
     to: &'a mut [Pair],
 }
 
-impl Kernel<f32> for ScaledPairs<'_> {
+impl Kernel<f32> for ScaleInPairs<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<f32>>(self, _: V) {
-        let ScaledPairs { contexts, d, columns: all, factors, pairs, to } = self;
-        for (first, of_columns) in all.clone().step_by(SIDE).zip(to.chunks_exact_mut(pairs * SIDE)) {
+        let ScaleInPairs { contexts, d, columns: all, factors, pairs, to } = self;
+        for (first, column_pairs) in all.clone().step_by(SIDE).zip(to.chunks_exact_mut(pairs * SIDE)) {
             let columns = first..all.end.min(first + SIDE);
-            let of_rows = contexts.chunks(2 * d).zip(factors.chunks(2));
-            for (to, (rows, factors)) in of_columns.chunks_exact_mut(SIDE).zip(of_rows) {
+            let row_pairs = contexts.chunks(2 * d).zip(factors.chunks(2));
+            for (to, (rows, factors)) in column_pairs.chunks_exact_mut(SIDE).zip(row_pairs) {
                 let (first, second) = rows.split_at(d);
                 let first = &first[columns.clone()];
                 let (to, padding) = to.split_at_mut(columns.len());
@@ -381,13 +401,13 @@ impl Kernel<f32> for ScaledPairs<'_> {
                     *to = rounding::pair(rounding::bits(factors[0] * x), rounding::bits(factors[1] * y));
                 }
             }
-            of_columns[contexts.len().div_ceil(2 * d) * SIDE..].fill(0);
+            column_pairs[contexts.len().div_ceil(2 * d) * SIDE..].fill(0);
         }
     }
 }
 
-/// `to[id] += sum_r E[id, r] factors[r]` over the rows of some panels.
-struct TileWeightedSums<'a> {
+/// Computes `to[id] += sum_r E[id, r] factors[r]` over the rows of some panels.
+struct AddTileWeightedSums<'a> {
     /// `[panel][ids, SIDE]`
     exponentials: &'a [bf16],
     ids: usize,
@@ -396,7 +416,7 @@ struct TileWeightedSums<'a> {
     to: &'a mut [f32],
 }
 
-impl Kernel<f32> for TileWeightedSums<'_> {
+impl Kernel<f32> for AddTileWeightedSums<'_> {
     type Output = ();
 
     #[inline(always)]

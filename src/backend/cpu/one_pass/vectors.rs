@@ -1,12 +1,13 @@
-//! Products on vectors, in the accumulation dtype. A decoder in half precision is widened once for a group of panels.
+//! The format of products on vectors, in the accumulation dtype. A decoder in half precision is widened once for a
+//! group of panels.
 
 use std::ops::Range;
 
 use num_traits::Zero;
 
-use super::format::{DecoderGradient, FirstOperands, Format, Tile, TileGradient};
+use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
 use super::layout::{Blocks, Panel};
-use super::scaling::{ScaledRows, WeightedSums};
+use super::scaling::{AddWeightedSums, ScaleRows};
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;
@@ -15,35 +16,38 @@ use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, PanelProduct, Registers, Start};
 use crate::backend::cpu::vector::simd::Float;
 
-/// Columns of the decoder that the first product sums over at a time, so that the packed contexts stay in the cache.
+/// The maximum number of columns of the decoder that the first product sums over at a time, so that the packed contexts
+/// stay in the cache.
 const MOST_DEPTH: usize = 320;
-/// Bytes of the decoder's rows of a tile.
+/// The bytes of the decoder's rows of a tile.
 const TILE_BYTES: usize = 320 << 10;
-/// Rows that the third product sums over at a time: as many scaled contexts stay in the second-level cache.
+/// The number of rows that the third product sums over at a time: as many scaled contexts stay in the second-level
+/// cache.
 const BLOCK_ROWS: usize = 480;
-/// Ids whose gradients the third product computes at a time: it scales the contexts for so many at once.
+/// The number of ids whose gradients the third product computes at a time: it scales the contexts for so many at once.
 const GROUP_IDS: usize = 160;
-/// Panels that share a widened tile, at most.
+/// The maximum number of panels that share a widened tile.
 const MOST_PANELS: usize = 8;
 
 impl<T: Element> Format<T> for Vectors {
     type Packed = T::Acc;
     type Exponential = T::Acc;
-    /// The parts of the decoder, each with its columns.
+    /// The weight and the adapter, each with its columns.
     type Decoder<'t>
         = Vec<(Range<usize>, Block<'t, T::Acc>)>
     where
         T: 't;
-    /// Copies of the parts in half precision, widened.
+    /// Widened copies of the two, if they are in half precision.
     type DecoderBuffers = [Vec<T::Acc>; 2];
-    /// Exponentials that are not kept.
+    /// The exponentials, if they are not kept.
     type LogitBuffers = Aligned<T::Acc>;
-    /// Tiles of a segment share nothing; each thread scales contexts for some tiles.
-    type Scaled = ();
+    /// The tiles of a segment share nothing; each thread scales contexts for some tiles.
+    type ScaledContexts = ();
     type GradientBuffers = Vec<T::Acc>;
 
+    /// A tile of the decoder has a fixed number of bytes; a panel is as wide as the registers.
     fn blocks(self) -> Blocks {
-        let Registers { rows, width, lanes } = Registers::of::<T::Acc>(self.0);
+        let Registers { rows, width, lanes } = Registers::for_isa::<T::Acc>(self.0);
         Blocks {
             ids: rows,
             panel_rows: width,
@@ -60,14 +64,15 @@ impl<T: Element> Format<T> for Vectors {
         d
     }
 
-    fn thread_bytes(self, d: usize, ids: usize, keeps: bool) -> usize {
+    fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize {
         let panel_rows = Format::<T>::blocks(self).panel_rows;
         let widened = if T::IS_ACC { 0 } else { ids * d };
-        let of_products = if keeps { BLOCK_ROWS.next_multiple_of(panel_rows) * panel_rows } else { ids * panel_rows };
-        (widened + of_products) * size_of::<T::Acc>()
+        let scaled_or_exponentials =
+            if keeps_exponentials { BLOCK_ROWS.next_multiple_of(panel_rows) * panel_rows } else { ids * panel_rows };
+        (widened + scaled_or_exponentials) * size_of::<T::Acc>()
     }
 
-    fn scaled_bytes(self, _: usize) -> usize {
+    fn scaled_context_bytes(self, _: usize) -> usize {
         0
     }
 
@@ -79,7 +84,7 @@ impl<T: Element> Format<T> for Vectors {
         }
     }
 
-    /// `[d, width]`: contexts times the logit scale
+    /// Writes `[d, width]`, the contexts times the logit scale.
     fn pack(self, inputs: &Inputs<'_, T>, contexts: &[T::Acc], panel: Panel, to: &mut [T::Acc]) {
         let d = inputs.sizes.context_dim;
         let Panel { first, rows, width } = panel;
@@ -92,38 +97,40 @@ impl<T: Element> Format<T> for Vectors {
         }
     }
 
-    fn decoder<'t>(
+    /// Reads rows in the accumulation dtype where they lie, and widens others.
+    fn decoder_tile<'t>(
         self,
         inputs: &'t Inputs<'_, T>,
         ids: Range<usize>,
         buffers: &'t mut [Vec<T::Acc>; 2],
     ) -> Self::Decoder<'t> {
-        let parts = inputs.decoder.parts().zip(buffers);
-        parts.map(|((columns, matrix), buffer)| (columns, matrix.block(ids.clone(), buffer))).collect()
+        let matrices = inputs.decoder.matrices().zip(buffers);
+        matrices.map(|((columns, matrix), buffer)| (columns, matrix.block(ids.clone(), buffer))).collect()
     }
 
+    /// Writes the logits where the exponentials are kept, or in the buffer.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, T, Self>,
         buffer: &mut Aligned<T::Acc>,
         exponentiate: impl FnOnce(&mut [T::Acc], &mut [T::Acc]),
     ) {
-        let FirstOperands { inputs, ids, decoder, panel, packed, kept, sums, is_first } = operands;
+        let FirstOperands { inputs, ids, decoder, panel, packed, exponentials, products, is_first_tile } = operands;
         let width = panel.width;
-        let exponentials = match kept {
-            Some(kept) => kept,
+        let exponentials = match exponentials {
+            Some(exponentials) => exponentials,
             None => &mut buffer.at_least(ids.len() * width)[..ids.len() * width],
         };
-        logits(inputs, decoder, ids.clone(), packed, width, exponentials);
-        exponentiate(exponentials, sums);
-        if sums.is_empty() {
+        write_logits(inputs, decoder, ids.clone(), packed, width, exponentials);
+        exponentiate(exponentials, products);
+        if products.is_empty() {
             return;
         }
-        let start = if is_first { Start::Zero } else { Start::Stored };
+        let start = if is_first_tile { Start::Zero } else { Start::Stored };
         for (columns, block) in decoder {
             let left = Left { values: block.values, row: block.column, step: block.id, depth: ids.len() };
             let (rows, left, right) = (columns.len(), &[left][..], &exponentials[..]);
-            let to = &mut sums[columns.start * width..];
+            let to = &mut products[columns.start * width..];
             T::Acc::dispatch(
                 self.0,
                 PanelProduct { start, rows, left, right, width, to, to_row: width, columns: width },
@@ -131,69 +138,72 @@ impl<T: Element> Format<T> for Vectors {
         }
     }
 
-    fn scaled(self, _: &DecoderGradient<'_, T>, _: &[T::Acc]) {}
+    /// Does nothing: each thread scales contexts for some tiles.
+    fn scaled_contexts(self, _: &ThirdOperands<'_, T>, _: &[T::Acc]) {}
 
+    /// Sums over a few panels at a time, whose scaled contexts stay in the cache.
     fn add_products(
         self,
-        gradient: &DecoderGradient<'_, T>,
-        tiles: &mut [Tile<'_, T::Acc, T::Acc>],
+        operands: &ThirdOperands<'_, T>,
+        tiles: &mut [GradientTile<'_, T::Acc, T::Acc>],
         _: &[()],
         scaled: &mut Vec<T::Acc>,
     ) {
-        let panels_at_a_time = BLOCK_ROWS.div_ceil(gradient.factors.layout.panel_rows);
-        for panels in gradient.factors.panels.chunks(panels_at_a_time) {
-            for part in 0..tiles[0].parts.len() {
-                self.add_part(gradient, tiles, part, panels, scaled);
+        let first_product = operands.factors.first_product;
+        let panels_at_a_time = BLOCK_ROWS.div_ceil(first_product.layout.panel_rows);
+        for panels in first_product.panels.chunks(panels_at_a_time) {
+            for matrix in 0..tiles[0].gradients.len() {
+                self.add_matrix_products(operands, tiles, matrix, panels, scaled);
             }
-            for Tile { ids, exponentials, factors, bias, .. } in &mut *tiles {
+            for GradientTile { ids, exponentials, factors, bias, .. } in &mut *tiles {
                 let Some(bias) = bias else { continue };
-                let (left, factors) = (left(exponentials, panels, ids.len()), &factors[panels[0].first..]);
-                T::Acc::dispatch(self.0, WeightedSums { left: &left, factors, to: bias });
+                let (left, factors) = (left_operand(exponentials, panels, ids.len()), &factors[panels[0].first..]);
+                T::Acc::dispatch(self.0, AddWeightedSums { left: &left, factors, to: bias });
             }
         }
     }
 }
 
 impl Vectors {
-    /// Adds the products with the rows of some panels, for a part of the decoder. The tiles share the scaled contexts
-    /// where their factors are equal.
-    fn add_part<T: Element>(
+    /// Adds the products with the rows of some panels to the gradients that have index `matrix` in each tile. The tiles
+    /// share the scaled contexts where their factors are equal.
+    fn add_matrix_products<T: Element>(
         self,
-        gradient: &DecoderGradient<'_, T>,
-        tiles: &mut [Tile<'_, T::Acc, T::Acc>],
-        part: usize,
+        operands: &ThirdOperands<'_, T>,
+        tiles: &mut [GradientTile<'_, T::Acc, T::Acc>],
+        matrix: usize,
         panels: &[Panel],
         scaled: &mut Vec<T::Acc>,
     ) {
-        let (d, layout, first) = (gradient.d, gradient.factors.layout, panels[0].first);
+        let (d, layout, first) = (operands.d, &operands.factors.first_product.layout, panels[0].first);
         let rows: usize = panels.iter().map(|panel| panel.rows).sum();
-        let of_part = tiles[0].parts[part].columns.clone();
-        let to_row = of_part.len();
-        for column in of_part.clone().step_by(layout.panel_rows) {
-            let columns = layout.panel_rows.min(of_part.end - column);
+        let all_columns = tiles[0].gradients[matrix].columns.clone();
+        let to_row = all_columns.len();
+        for column in all_columns.clone().step_by(layout.panel_rows) {
+            let columns = layout.panel_rows.min(all_columns.end - column);
             let width = columns.next_multiple_of(layout.lanes);
             scaled.resize(rows * width, T::Acc::zero());
             let mut scaled_by: &[T::Acc] = &[];
-            for Tile { ids, exponentials, factors, parts, .. } in &mut *tiles {
+            for GradientTile { ids, exponentials, factors, gradients, .. } in &mut *tiles {
                 let factors = &factors[first..][..rows];
                 if scaled_by != factors {
-                    let contexts = &gradient.contexts[first * d + column..];
-                    T::Acc::dispatch(self.0, ScaledRows { contexts, d, columns, factors, to: scaled });
+                    let contexts = &operands.contexts[first * d + column..];
+                    T::Acc::dispatch(self.0, ScaleRows { contexts, d, columns, factors, to: scaled });
                     scaled_by = factors;
                 }
-                let left = left(exponentials, panels, ids.len());
-                let TileGradient { values, is_started, .. } = &mut parts[part];
+                let left = left_operand(exponentials, panels, ids.len());
+                let TileGradient { values, is_started, .. } = &mut gradients[matrix];
                 let start = if *is_started || first > 0 { Start::Stored } else { Start::Zero };
                 let (rows, left, right) = (ids.len(), &left[..], &scaled[..]);
-                let to = &mut values[column - of_part.start..];
+                let to = &mut values[column - all_columns.start..];
                 T::Acc::dispatch(self.0, PanelProduct { start, rows, left, right, width, to, to_row, columns });
             }
         }
     }
 }
 
-/// The logits of a tile and a panel, `[ids, width]`, without softcap.
-fn logits<T: Element>(
+/// Writes the logits of a tile and a panel, `[ids, width]`, without softcap.
+fn write_logits<T: Element>(
     inputs: &Inputs<'_, T>,
     decoder: &[(Range<usize>, Block<'_, T::Acc>)],
     ids: Range<usize>,
@@ -203,7 +213,7 @@ fn logits<T: Element>(
 ) {
     for (columns, block) in decoder {
         let d = columns.len();
-        // All pieces have nearly the same size.
+        // All depths are nearly the same.
         let depth = d.div_ceil(d.div_ceil(MOST_DEPTH));
         for first in (0..d).step_by(depth) {
             let left = Left {
@@ -221,13 +231,13 @@ fn logits<T: Element>(
     }
 }
 
-/// The exponentials of some panels in a tile of so many ids, as a left operand.
-fn left<'e, F>(exponentials: &'e [F], panels: &[Panel], ids: usize) -> Vec<Left<'e, F>> {
-    let left = |panel: &Panel| Left {
+/// Returns the exponentials of some panels in a tile of `ids` ids as a left operand, a block for each panel.
+fn left_operand<'e, F>(exponentials: &'e [F], panels: &[Panel], ids: usize) -> Vec<Left<'e, F>> {
+    let block = |panel: &Panel| Left {
         values: &exponentials[ids * panel.first..][..ids * panel.width],
         row: panel.width,
         step: 1,
         depth: panel.rows,
     };
-    panels.iter().map(left).collect()
+    panels.iter().map(block).collect()
 }

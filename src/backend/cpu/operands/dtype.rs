@@ -1,4 +1,5 @@
-//! How candle's tensors become slices of Rust types: `f16`, `bf16` and `f32` are computed in `f32`, `f64` in `f64`.
+//! The element types of tensors, and the slices of their elements. Numbers in `f16`, `bf16` and `f32` are computed in
+//! `f32`, those in `f64` in `f64`.
 
 use std::convert::identity;
 
@@ -17,19 +18,21 @@ pub(crate) trait Element: WithDType + ToBf16 {
     /// Whether `Acc` is `Self`, so that no conversion is needed.
     const IS_ACC: bool;
 
+    /// Returns the number as `Acc`, exactly.
     fn widen(self) -> Self::Acc;
+    /// Returns the nearest number of this type.
     fn narrow(value: Self::Acc) -> Self;
 
-    /// A register of these numbers, widened.
+    /// Loads a register of these numbers, widened.
     fn load<V: Vector<Self::Acc>>(v: V, lanes: V::Lanes<Self>) -> V::Reg;
 
-    /// Fewer numbers than fill a register, widened; the other lanes are zero.
+    /// Loads fewer numbers than fill a register, widened; the other lanes become zero.
     fn load_partial<V: Vector<Self::Acc>>(v: V, values: &[Self]) -> V::Reg;
 
-    /// The slice itself if `Acc` is `Self`.
+    /// Returns the slice itself if `Acc` is `Self`.
     fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
 
-    /// The values as `Acc`: the slice itself, or a copy in `buffer`.
+    /// Returns the values as `Acc`: the slice itself, or a copy in `buffer`.
     fn widen_slice<'a>(values: &'a [Self], buffer: &'a mut Vec<Self::Acc>) -> &'a [Self::Acc] {
         match Self::as_acc(values) {
             Some(values) => values,
@@ -48,6 +51,7 @@ macro_rules! impl_element {
             type Acc = $acc;
             const IS_ACC: bool = size_of::<$type>() == size_of::<$acc>();
             #[inline(always)]
+            /// Returns the number as `Acc`, exactly.
             fn widen(self) -> $acc {
                 $widen(self)
             }
@@ -84,13 +88,13 @@ impl_element!(f16 as f32, rounding::widened_f16, f16::from_f32, load, load_parti
 ));
 impl_element!(bf16 as f32, rounding::widened, rounding::bf16, load, load_partial, |_| None, identity);
 
-/// A register of half-precision numbers.
+/// Loads a register of half-precision numbers.
 #[inline(always)]
 fn load<T: Element, V: Vector<T::Acc>>(v: V, lanes: V::Lanes<T>) -> V::Reg {
     load_partial(v, lanes.as_ref())
 }
 
-/// At most a register of half-precision numbers.
+/// Loads half-precision numbers, at most a register of them.
 #[inline(always)]
 fn load_partial<T: Element, V: Vector<T::Acc>>(v: V, values: &[T]) -> V::Reg {
     let mut wide = V::filled(T::Acc::zero());

@@ -9,6 +9,7 @@ use crate::backend::operands::{Operands, Sizes};
 use crate::error::Result;
 use candle_core::WithDType;
 
+/// The operands of one computation.
 pub(crate) struct Inputs<'a, T: Element> {
     pub(crate) sizes: Sizes,
     pub(crate) isa: Isa,
@@ -41,14 +42,15 @@ impl<T: Element> Inputs<'_, T> {
         bias.resize(rows.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
         let softcap = operands.softcap.map(|cap| Softcap::new(T::Acc::from_f64(cap)));
         let isa = Isa::detected()?;
-        let (weight, transposed) = operands.stored_weight()?;
+        let (weight, is_transposed) = operands.stored_weight()?;
         with_slice("contexts", &operands.contexts, |contexts| {
             with_slice("weight", &weight, |values| {
                 with_adapter(operands, |adapter| {
                     let columns = operands.adapter_columns()?;
-                    let matrix = |values, width, transposed| DecoderMatrix { values, vocab: rows, width, transposed };
+                    let matrix =
+                        |values, width, is_transposed| DecoderMatrix { values, vocab: rows, width, is_transposed };
                     let decoder = DecoderView {
-                        weight: matrix(values, columns.start, transposed),
+                        weight: matrix(values, columns.start, is_transposed),
                         adapter: adapter.map(|values| matrix(values, columns.len(), false)),
                     };
                     f(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
@@ -57,7 +59,7 @@ impl<T: Element> Inputs<'_, T> {
         })
     }
 
-    /// The inputs whose logits are divided by a temperature.
+    /// Divides the logits by a temperature.
     pub(crate) fn tempered(mut self, temperature: f64) -> Self {
         if temperature != 1.0 {
             let power = T::Acc::from_f64(1.0 / temperature);

@@ -36,28 +36,32 @@ unsafe impl<F: Sync> Sync for View<'_, F> {}
 unsafe impl<F: Send> Send for ViewMut<'_, F> {}
 
 impl<'a, F> View<'a, F> {
-    /// A `rows x cols` matrix in a row-major slice whose rows start `stride` elements apart.
+    /// Views a row-major slice, whose rows start `stride` elements apart, as a `rows x cols` matrix.
     pub(crate) fn new(data: &'a [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
         View { data: data.as_ptr(), rows, cols, row_stride: stride as isize, col_stride: 1, lifetime: PhantomData }
     }
 
+    /// Returns some of the columns.
     pub(crate) fn columns(self, columns: Range<usize>) -> Self {
         assert!(columns.start <= columns.end && columns.end <= self.cols);
         View { data: self.data.wrapping_offset(columns.start as isize * self.col_stride), cols: columns.len(), ..self }
     }
 
+    /// Returns the transpose, which is the same elements with other strides.
     pub(crate) fn transposed(self) -> Self {
         View { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 }
 
 impl<'a, F> ViewMut<'a, F> {
+    /// As [`View::new`], for writing.
     pub(crate) fn new(data: &'a mut [F], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(rows == 0 || (cols <= stride && (rows - 1) * stride + cols <= data.len()));
         ViewMut { data: data.as_mut_ptr(), rows, cols, row_stride: stride as isize, lifetime: PhantomData }
     }
 
+    /// Borrows a row.
     pub(crate) fn row_mut(&mut self, row: usize) -> &mut [F] {
         assert!(row < self.rows);
         // SAFETY: the row lies in the matrix, which is a unique borrow, and its elements are contiguous.
@@ -95,21 +99,22 @@ pub(crate) struct DecoderView<'a, T> {
 }
 
 impl<'a, T: Element> DecoderView<'a, T> {
-    /// The matrices side by side, each with its columns of the decoder.
-    pub(crate) fn parts(&self) -> impl Iterator<Item = (Range<usize>, DecoderMatrix<'a, T>)> {
+    /// Returns the weight and the adapter, if there is one, each with its columns of the decoder.
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = (Range<usize>, DecoderMatrix<'a, T>)> {
         let d = self.weight.width;
         let adapter = self.adapter.map(|adapter| (d..d + adapter.width, adapter));
         std::iter::once((0..d, self.weight)).chain(adapter)
     }
 
-    /// Number of columns.
+    /// Returns the number of columns.
     pub(crate) fn width(&self) -> usize {
         self.weight.width + self.adapter.map_or(0, |adapter| adapter.width)
     }
 
+    /// Copies the row of an id.
     pub(crate) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
         to.clear();
-        self.parts().for_each(|(_, matrix)| matrix.push_row(id, to));
+        self.matrices().for_each(|(_, matrix)| matrix.push_row(id, to));
     }
 }
 
@@ -117,41 +122,42 @@ impl<'a, T: Element> DecoderView<'a, T> {
 #[derive(Clone, Copy)]
 pub(crate) struct DecoderMatrix<'a, T> {
     pub(crate) values: &'a [T],
-    /// Number of rows, which may be more than the vocabulary.
+    /// The number of rows, which may exceed the vocabulary.
     pub(crate) vocab: usize,
-    /// Number of columns.
+    /// The number of columns.
     pub(crate) width: usize,
     /// Whether `values` is stored as `[d, vocab]`.
-    pub(crate) transposed: bool,
+    pub(crate) is_transposed: bool,
 }
 
 impl<'a, T: Element> DecoderMatrix<'a, T> {
-    /// Whether blocks `[ids, columns]` are read in place, without a copy.
+    /// Returns whether blocks `[ids, columns]` are read in place, without a copy.
     pub(crate) fn is_read_in_place(&self) -> bool {
-        T::IS_ACC && !self.transposed
+        T::IS_ACC && !self.is_transposed
     }
 
-    /// The block `[ids, columns]` and its row stride: part of the decoder itself, or a copy in `buffer`.
+    /// Returns the block `[ids, columns]` and its row stride, from the decoder itself or from a copy in `buffer`.
     pub(crate) fn rows<'b>(
         &'b self,
         ids: Range<usize>,
         columns: Range<usize>,
         buffer: &'b mut Vec<T::Acc>,
     ) -> (&'b [T::Acc], usize) {
-        if !self.transposed {
+        if !self.is_transposed {
             widened_block(self.values, self.width, ids, columns, buffer)
         } else {
             transposed_block(self.values, self.vocab, columns, ids, buffer)
         }
     }
 
-    /// All columns of some ids, in the layout of the decoder: part of the decoder itself, or a copy in `buffer`.
+    /// Returns all columns of some ids in the layout of the decoder, from the decoder itself or from a copy in
+    /// `buffer`.
     pub(crate) fn block<'b>(self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc>
     where
         'a: 'b,
     {
         let (d, vocab) = (self.width, self.vocab);
-        if !self.transposed {
+        if !self.is_transposed {
             let (values, id) = widened_block(self.values, d, ids, 0..d, buffer);
             Block { values, id, column: 1 }
         } else {
@@ -160,8 +166,9 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
         }
     }
 
+    /// Appends the row of an id.
     pub(crate) fn push_row(&self, id: usize, to: &mut Vec<T::Acc>) {
-        if !self.transposed {
+        if !self.is_transposed {
             to.extend(self.values[id * self.width..(id + 1) * self.width].iter().map(|x| x.widen()))
         } else {
             to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen()))
@@ -169,7 +176,7 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
     }
 }
 
-/// Some rows of the decoder: column j of id i at `values[i * id + j * column]`.
+/// Some rows of the decoder. Column j of id i is `values[i * id + j * column]`.
 #[derive(Clone, Copy)]
 pub(crate) struct Block<'a, F> {
     pub(crate) values: &'a [F],
@@ -177,8 +184,8 @@ pub(crate) struct Block<'a, F> {
     pub(crate) column: usize,
 }
 
-/// A block of a matrix with rows of `width` elements, and its row stride: part of the matrix itself, or a copy in
-/// `buffer`.
+/// Returns a block of a matrix with rows of `width` elements, and the block's row stride, from the matrix itself or
+/// from a copy in `buffer`.
 fn widened_block<'a, T: Element>(
     matrix: &'a [T],
     width: usize,
@@ -198,9 +205,9 @@ fn widened_block<'a, T: Element>(
     }
 }
 
-/// A block of a matrix with rows of `width` elements, transposed and widened into `buffer`, and its row stride. The
-/// `gemm` crate can read a transposed operand, but only element by element, which costs as much as the product itself
-/// when there are few rows of contexts.
+/// Transposes and widens a block of a matrix with rows of `width` elements into `buffer`; returns it with its row
+/// stride. The `gemm` crate can read a transposed operand, but only element by element, which costs as much as the
+/// product itself when there are few rows of contexts.
 fn transposed_block<'a, T: Element>(
     matrix: &[T],
     width: usize,
@@ -234,7 +241,7 @@ pub(crate) fn transpose<T: Copy, F: Copy>(
     }
 }
 
-/// Rows and columns of a block that is transposed in registers.
+/// The number of rows, and of columns, of a block that is transposed in registers.
 const IN_REGISTERS: usize = 8;
 
 /// Writes `columns` of `block` as rows of `to`.

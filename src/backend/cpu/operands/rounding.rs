@@ -8,38 +8,39 @@ use crate::backend::cpu::memory::{filled, zeros};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::error::Result;
 
-/// Elements of a part.
-const PART: usize = 1 << 16;
+/// The number of elements that a thread converts at a time.
+const BLOCK: usize = 1 << 16;
 
-/// A contiguous tensor in f32, rounded.
+/// Rounds a tensor in f32; the result is contiguous.
 pub(crate) fn rounded<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
     let isa = Isa::detected()?;
     let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
         let mut values: Vec<T> = filled(T::zero(), from.len());
-        let parts = values.par_chunks_mut(PART).zip(from.par_chunks(PART));
-        parts.for_each(|(to, from)| f32::dispatch(isa, Narrowed { from, to }));
+        let blocks = values.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK));
+        blocks.for_each(|(to, from)| f32::dispatch(isa, NarrowRow { from, to }));
         Ok(values)
     })?;
     Ok(Tensor::from_vec(values, gradient.shape(), &Device::Cpu)?)
 }
 
-/// A contiguous tensor, in f32.
+/// Widens a contiguous tensor to f32.
 pub(crate) fn widened<T: Element<Acc = f32>>(tensor: &Tensor) -> Result<Tensor> {
     let values = with_slice("tensor", tensor, |from: &[T]| {
         let mut values: Vec<f32> = zeros(from.len());
-        let parts = values.par_chunks_mut(PART).zip(from.par_chunks(PART));
-        parts.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(to, x)| *to = x.widen()));
+        let blocks = values.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK));
+        blocks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(to, x)| *to = x.widen()));
         Ok(values)
     })?;
     Ok(Tensor::from_vec(values, tensor.shape(), &Device::Cpu)?)
 }
 
-struct Narrowed<'a, T> {
+/// Computes `to[..] = from[..]`, rounded.
+struct NarrowRow<'a, T> {
     from: &'a [f32],
     to: &'a mut [T],
 }
 
-impl<T: Element<Acc = f32>> Kernel<f32> for Narrowed<'_, T> {
+impl<T: Element<Acc = f32>> Kernel<f32> for NarrowRow<'_, T> {
     type Output = ();
 
     #[inline(always)]

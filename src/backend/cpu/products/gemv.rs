@@ -1,4 +1,4 @@
-//! The first product for a few rows of contexts or components, as inner products. Reading the decoder is its whole cost, so the rows
+//! The first product for a few rows, as inner products. Its whole cost is reading the decoder: so the decoder's rows
 //! stay as they are stored, half precision is widened in registers, and each loaded register serves the sums of several
 //! contexts and ids.
 
@@ -8,22 +8,23 @@ use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Kernel, Vector};
 use num_traits::Zero;
 
-/// Bytes of the contexts that pass over the decoder together: they stay in the second-level cache.
+/// The bytes of the contexts that pass over the decoder together: they stay in the second-level cache.
 const CONTEXT_BYTES: usize = 256 << 10;
-/// Contexts whose sums stay in registers.
+/// The number of contexts whose sums stay in registers.
 const ROWS: usize = 6;
-/// Up to so many contexts, their shares of the prefetched lines are too many at once.
+/// The maximum number of contexts for which prefetches are interleaved with the products. With more contexts, each of
+/// them has so few lines to prefetch that they can be requested at once.
 const MOST_INTERLEAVED: usize = 3 * ROWS;
 
-/// `to[row, id] = contexts[row] . decoder[id]`
+/// Computes `to[row, id] = contexts[row] . decoder[id]`.
 pub(crate) struct DecoderDots<'a, 'b, T: Element> {
     /// `[rows, d]`
     pub(crate) contexts: &'a [T::Acc],
     /// `[ids, d]`
     pub(crate) decoder: &'a [T],
     pub(crate) d: usize,
-    /// Whether the products are added to `to`.
-    pub(crate) add: bool,
+    /// Whether the products are added to what `to` holds, or replace it.
+    pub(crate) is_added: bool,
     pub(crate) to: &'a mut ViewMut<'b, T::Acc>,
 }
 
@@ -32,39 +33,41 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
 
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
-        let DecoderDots { contexts, decoder, d, add, to } = self;
+        let DecoderDots { contexts, decoder, d, is_added, to } = self;
         let rows = (CONTEXT_BYTES / (d * size_of::<T::Acc>()) / ROWS).max(1) * ROWS;
         let ids = decoder.len() / d;
         for (block, contexts) in contexts.chunks(rows * d).enumerate() {
             let mut id = 0;
             while id < ids {
                 let decoder = &decoder[id * d..];
-                let to = &mut ProductColumns { matrix: to, first_row: block * rows, first: id, add };
+                let to = &mut ProductColumns { matrix: to, first_row: block * rows, first_id: id, is_added };
                 id += match (ids - id, contexts.len() <= MOST_INTERLEAVED * d) {
                     // All sums stay in registers.
-                    (4.., true) if V::REGISTERS >= 32 => few_ids::<4, true, T, V>(v, contexts, decoder, d, to),
-                    (4.., false) if V::REGISTERS >= 32 => few_ids::<4, false, T, V>(v, contexts, decoder, d, to),
-                    (2.., _) => few_ids::<2, true, T, V>(v, contexts, decoder, d, to),
-                    _ => few_ids::<1, true, T, V>(v, contexts, decoder, d, to),
+                    (4.., true) if V::REGISTERS >= 32 => multiply_ids::<4, true, T, V>(v, contexts, decoder, d, to),
+                    (4.., false) if V::REGISTERS >= 32 => multiply_ids::<4, false, T, V>(v, contexts, decoder, d, to),
+                    (2.., _) => multiply_ids::<2, true, T, V>(v, contexts, decoder, d, to),
+                    _ => multiply_ids::<1, true, T, V>(v, contexts, decoder, d, to),
                 };
             }
         }
     }
 }
 
-/// Where the products of some ids are stored.
+/// The columns of a matrix in which the products of some ids are stored.
 struct ProductColumns<'a, 'b, F> {
     matrix: &'a mut ViewMut<'b, F>,
+    /// The row that belongs to the first context of a block.
     first_row: usize,
-    first: usize,
-    /// Whether they are added to what is there.
-    add: bool,
+    /// The column that belongs to the first id.
+    first_id: usize,
+    is_added: bool,
 }
 
 impl<F: Copy + std::ops::AddAssign> ProductColumns<'_, '_, F> {
+    /// Stores the products of a context of the block, one for each id.
     fn store(&mut self, row: usize, sums: &[F]) {
-        let to = &mut self.matrix.row_mut(self.first_row + row)[self.first..self.first + sums.len()];
-        if self.add {
+        let to = &mut self.matrix.row_mut(self.first_row + row)[self.first_id..self.first_id + sums.len()];
+        if self.is_added {
             to.iter_mut().zip(sums).for_each(|(to, &sum)| *to += sum)
         } else {
             to.copy_from_slice(sums)
@@ -74,7 +77,7 @@ impl<F: Copy + std::ops::AddAssign> ProductColumns<'_, '_, F> {
 
 /// Multiplies `IDS` ids by all contexts; returns `IDS`.
 #[inline(always)]
-fn few_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
+fn multiply_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     decoder: &[T],
@@ -82,17 +85,17 @@ fn few_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Ac
     to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
     let ids: [&[T]; IDS] = std::array::from_fn(|j| &decoder[j * d..][..d]);
-    // Prefetches the next ids during these products: the hardware does not prefetch that far ahead.
+    // The next ids are prefetched during these products, because the hardware does not prefetch that far ahead.
     let mut next = decoder.get(IDS * d..).unwrap_or(&[]);
     next = &next[..next.len().min(IDS * d)];
     let per_group = (next.len() * ROWS * d).div_ceil(contexts.len());
-    let mut now = || {
-        let (now, later) = next.split_at(per_group.min(next.len()));
+    let mut take_next = || {
+        let (share, later) = next.split_at(per_group.min(next.len()));
         next = later;
         if INTERLEAVE {
-            return now;
+            return share;
         }
-        lines(now).for_each(|line| prefetch(line.as_ptr()));
+        lines(share).for_each(|line| prefetch(line.as_ptr()));
         &[]
     };
     let mut row = 0;
@@ -102,28 +105,28 @@ fn few_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Ac
     };
     let mut groups = contexts.chunks_exact(ROWS * d);
     for group in &mut groups {
-        store(&dots::<ROWS, IDS, INTERLEAVE, T, V>(v, group, ids, now()));
+        store(&dots::<ROWS, IDS, INTERLEAVE, T, V>(v, group, ids, take_next()));
     }
-    let rest = groups.remainder();
-    match rest.len() / d {
-        5 => store(&dots::<5, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
-        4 => store(&dots::<4, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
-        3 => store(&dots::<3, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
-        2 => store(&dots::<2, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
-        1 => store(&dots::<1, IDS, INTERLEAVE, T, V>(v, rest, ids, now())),
+    let remaining = groups.remainder();
+    match remaining.len() / d {
+        5 => store(&dots::<5, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
+        4 => store(&dots::<4, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
+        3 => store(&dots::<3, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
+        2 => store(&dots::<2, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
+        1 => store(&dots::<1, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
         _ => {}
     }
     IDS
 }
 
-/// The cache lines of values, nearly.
+/// Cuts values into chunks of the size of a cache line, which need not begin at one.
 #[inline(always)]
 fn lines<T>(values: &[T]) -> std::slice::Chunks<'_, T> {
     values.chunks((CACHE_LINE / size_of::<T>()).max(1))
 }
 
-/// The inner products of `ROWS` contexts with `IDS` ids. With `INTERLEAVE`, `next` is prefetched meanwhile, a few lines at
-/// a time: the processor has room for few requests.
+/// Computes the inner products of `ROWS` contexts with `IDS` ids. With `INTERLEAVE`, `next` is prefetched meanwhile, a
+/// few lines at a time: the processor has room for few requests.
 #[inline(always)]
 pub(crate) fn dots<const ROWS: usize, const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
     v: V,

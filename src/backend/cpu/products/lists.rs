@@ -1,5 +1,5 @@
-//! The products of contexts with the decoder's rows of a few ids each, and their gradients. They read and write the
-//! rows of these ids alone.
+//! The products of contexts with the decoder's rows of a few ids each, the ids of its list, and their gradients. No
+//! other row is read or written.
 
 use candle_core::{Device, Tensor};
 use num_traits::Zero;
@@ -12,27 +12,29 @@ use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::error::Result;
 use crate::tensors::id_lists::IdLists;
 
-/// `[positions, longest]`: the products of each context `[positions, d]` with the rows of its list; zero beyond a list.
+/// Computes the products of each context `[positions, d]` with the rows of its list, `[positions, longest]`; zero
+/// beyond the end of a list.
 pub(crate) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
     with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
         let (d, n) = (matrix.width, lists.longest());
         let mut values = vec![<T as Element>::Acc::zero(); lists.len() * n];
-        let of_position = |(wide, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [_])| {
+        let multiply_position = |(wide, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [_])| {
             let (context, ids) = (T::widen_slice(&contexts[t * d..][..d], wide), lists.list(t));
             let to = &mut to[..ids.len()];
-            if matrix.transposed {
+            if matrix.is_transposed {
                 dispatch(isa, ListDots { context, rows: &copied_rows(&matrix, ids, rows), to })
             } else {
                 dispatch(isa, ListDots { context, rows: &stored_rows(&matrix, ids), to })
             }
         };
-        // No list is longer than none.
-        values.par_chunks_mut(n.max(1)).enumerate().for_each_init(Default::default, of_position);
+        // If all lists are empty, `n` is zero and there are no chunks.
+        values.par_chunks_mut(n.max(1)).enumerate().for_each_init(Default::default, multiply_position);
         Ok(Tensor::from_vec(values, (lists.len(), n), &Device::Cpu)?)
     }))
 }
 
-/// The gradients of contexts and matrix from the products' `upstream`, as far as `needed`, in the operands' dtype.
+/// Computes the gradients of the contexts and of the matrix from `upstream`, that of the products: those that are
+/// `needed`, in the operands' dtype.
 pub(crate) fn gradients(
     contexts: &Tensor,
     matrix: &Tensor,
@@ -40,19 +42,19 @@ pub(crate) fn gradients(
     upstream: &Tensor,
     needed: [bool; 2],
 ) -> Result<[Option<Tensor>; 2]> {
-    let (of_contexts, of_matrix) = (contexts.shape(), matrix.shape());
+    let (contexts_shape, matrix_shape) = (contexts.shape(), matrix.shape());
     with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
         let tensor = |values: Option<Vec<T>>, shape| {
             values.map(|values| Tensor::from_vec(values, shape, &Device::Cpu)).transpose()
         };
         with_slice("upstream", upstream, |upstream: &[<T as Element>::Acc]| Ok([
-            tensor(needed[0].then(|| context_gradients(isa, &matrix, lists, upstream)), of_contexts)?,
-            tensor(needed[1].then(|| matrix_gradient(isa, contexts, &matrix, lists, upstream)), of_matrix)?,
+            tensor(needed[0].then(|| context_gradients(isa, &matrix, lists, upstream)), contexts_shape)?,
+            tensor(needed[1].then(|| matrix_gradient(isa, contexts, &matrix, lists, upstream)), matrix_shape)?,
         ]))
     }))
 }
 
-/// `[positions, d]`
+/// Computes the gradients of the contexts, `[positions, d]`.
 fn context_gradients<T: Element>(
     isa: Isa,
     matrix: &DecoderMatrix<'_, T>,
@@ -61,27 +63,31 @@ fn context_gradients<T: Element>(
 ) -> Vec<T> {
     let (d, n) = (matrix.width, lists.longest());
     let mut values = vec![T::zero(); lists.len() * d];
-    let of_position = |(sum, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [T])| {
+    let add_position = |(sum, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [T])| {
         let (ids, factors): (Vec<u32>, Vec<T::Acc>) =
             lists.list(t).iter().zip(&upstream[t * n..]).filter(|(_, &g)| has_effect(g)).unzip();
         sum.clear();
         sum.resize(d, T::Acc::zero());
-        if !matrix.transposed {
+        if !matrix.is_transposed {
             dispatch(isa, AddRows { factors: &factors, rows: &stored_rows(matrix, &ids), to: sum })
         } else {
             dispatch(isa, AddRows { factors: &factors, rows: &copied_rows(matrix, &ids, rows), to: sum })
         }
         to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
     };
-    values.par_chunks_mut(d).enumerate().for_each_init(Default::default, of_position);
+    values.par_chunks_mut(d).enumerate().for_each_init(Default::default, add_position);
     values
 }
 
-/// An id, a position, and the gradient of their product.
-type ListGradient<F> = (u32, usize, F);
+/// The gradient of the product of a position's context and an id's row.
+struct ListGradient<F> {
+    id: u32,
+    position: usize,
+    gradient: F,
+}
 
-/// `[rows of the matrix, d]`. One task sums the products of a row, in the order of the positions: the result does not
-/// depend on the number of threads.
+/// Computes the gradient of the matrix, `[rows of the matrix, d]`. One task sums the products of a row, in the order of
+/// the positions: the result does not depend on the number of threads.
 fn matrix_gradient<T: Element>(
     isa: Isa,
     contexts: &[T],
@@ -90,30 +96,30 @@ fn matrix_gradient<T: Element>(
     upstream: &[T::Acc],
 ) -> Vec<T> {
     let (d, n) = (matrix.width, lists.longest());
-    let of_list = |(t, list): (usize, _)| {
-        let of_ids = std::iter::zip(list, &upstream[t * n..]).filter(|(_, &g)| has_effect(g));
-        of_ids.map(move |(&id, &g)| (id, t, g))
+    let list_gradients = |(position, list): (usize, _)| {
+        let gradients = std::iter::zip(list, &upstream[position * n..]).filter(|(_, &g)| has_effect(g));
+        gradients.map(move |(&id, &gradient)| ListGradient { id, position, gradient })
     };
-    let mut entries: Vec<ListGradient<T::Acc>> = lists.iter().enumerate().flat_map(of_list).collect();
-    entries.par_sort_unstable_by_key(|&(id, t, _)| (id, t));
-    let groups: Vec<_> = entries.chunk_by(|a, b| a.0 == b.0).collect();
-    let of_row = |sum: &mut Vec<T::Acc>, (to, entries): (&mut [T], &[ListGradient<T::Acc>])| {
-        let rows: Vec<&[T]> = entries.iter().map(|&(_, t, _)| &contexts[t * d..][..d]).collect();
-        let factors: Vec<T::Acc> = entries.iter().map(|entry| entry.2).collect();
+    let mut entries: Vec<ListGradient<T::Acc>> = lists.iter().enumerate().flat_map(list_gradients).collect();
+    entries.par_sort_unstable_by_key(|entry| (entry.id, entry.position));
+    let groups: Vec<_> = entries.chunk_by(|a, b| a.id == b.id).collect();
+    let add_row = |sum: &mut Vec<T::Acc>, (to, entries): (&mut [T], &[ListGradient<T::Acc>])| {
+        let rows: Vec<&[T]> = entries.iter().map(|entry| &contexts[entry.position * d..][..d]).collect();
+        let factors: Vec<T::Acc> = entries.iter().map(|entry| entry.gradient).collect();
         sum.clear();
         sum.resize(d, T::Acc::zero());
         dispatch(isa, AddRows { factors: &factors, rows: &rows, to: sum });
         to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
     };
-    // Zeros that the system clears on first use: the other rows cost nothing, in huge pages nearly all of them would.
+    // The system clears these zeros on first use: the other rows cost nothing. In huge pages nearly all of them would.
     let mut values = vec![T::zero(); matrix.vocab * d];
-    let rows = rows_mut(&mut values, d, groups.iter().map(|entries| entries[0].0));
-    rows.into_par_iter().zip(groups).for_each_init(Vec::new, of_row);
+    let rows = rows_mut(&mut values, d, groups.iter().map(|entries| entries[0].id));
+    rows.into_par_iter().zip(groups).for_each_init(Vec::new, add_row);
     values
 }
 
-/// A matrix `[rows, d]` with these values at the rows `ids`, which are in ascending order without repeats; the others
-/// are zero.
+/// Returns a matrix `[rows, d]` that has these values in the rows `ids`, which are in ascending order without repeats,
+/// and zeros in the other rows.
 pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
     let d = values.dim(1)?;
     with_type!(values.dtype(), T => with_slice("rows", values, |values: &[T]| {
@@ -124,29 +130,30 @@ pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Resul
     }))
 }
 
-/// Whether a gradient is not zero. Products with subnormal numbers are slow.
+/// Returns whether a gradient changes a sum: it is NaN, or not so small that its products, which would be subnormal and
+/// slow, count as zero.
 fn has_effect<F: Float>(gradient: F) -> bool {
     gradient.is_nan() || gradient.abs() >= F::LEAST_GRADIENT
 }
 
-/// Some rows of a matrix, in ascending order without repeats.
+/// Borrows some rows of a matrix, which are in ascending order without repeats.
 fn rows_mut<T>(mut values: &mut [T], d: usize, ids: impl Iterator<Item = u32>) -> Vec<&mut [T]> {
     let mut first = 0;
     let mut row = |id: u32| {
         let from_row = &mut std::mem::take(&mut values)[(id as usize - first) * d..];
-        let (row, rest) = from_row.split_at_mut(d);
-        (values, first) = (rest, id as usize + 1);
+        let (row, behind) = from_row.split_at_mut(d);
+        (values, first) = (behind, id as usize + 1);
         row
     };
     ids.map(&mut row).collect()
 }
 
-/// The rows as they are stored.
+/// Returns the rows of some ids as they are stored.
 fn stored_rows<'a, T: Element>(matrix: &DecoderMatrix<'a, T>, ids: &[u32]) -> Vec<&'a [T]> {
     ids.iter().map(|&id| &matrix.values[id as usize * matrix.width..][..matrix.width]).collect()
 }
 
-/// The rows of a matrix that is stored as its transpose, copied to `buffer`.
+/// Copies the rows of some ids to `buffer`, from a matrix that is stored as its transpose.
 fn copied_rows<'a, T: Element>(
     matrix: &DecoderMatrix<'_, T>,
     ids: &[u32],
@@ -157,29 +164,30 @@ fn copied_rows<'a, T: Element>(
     buffer.chunks_exact(matrix.width).collect()
 }
 
-/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`, which may be stored as its
-/// transpose.
+/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`, which may be stored as
+/// its transpose.
 fn with_operands<T: Element, R>(
     contexts: &Tensor,
     matrix: &Tensor,
     f: impl FnOnce(Isa, &[T], DecoderMatrix<'_, T>) -> Result<R>,
 ) -> Result<R> {
     let (isa, (vocab, width)) = (Isa::detected()?, matrix.dims2()?);
-    let transposed = !matrix.is_contiguous();
-    let stored = if transposed { matrix.t()? } else { matrix.clone() };
+    let is_transposed = !matrix.is_contiguous();
+    let stored = if is_transposed { matrix.t()? } else { matrix.clone() };
     with_slice("contexts", contexts, |contexts| {
-        with_slice("weight", &stored, |values| f(isa, contexts, DecoderMatrix { values, vocab, width, transposed }))
+        with_slice("weight", &stored, |values| f(isa, contexts, DecoderMatrix { values, vocab, width, is_transposed }))
     })
 }
 
+/// Runs a kernel without results, whose float type the compiler infers.
 fn dispatch<F: Float, K: Kernel<F, Output = ()>>(isa: Isa, kernel: K) {
     F::dispatch(isa, kernel);
 }
 
-/// Number of rows whose sums stay in registers.
+/// The number of rows whose sums stay in registers.
 const ROWS: usize = 4;
 
-/// `to[i] = context . rows[i]`
+/// Computes `to[i] = context . rows[i]`.
 struct ListDots<'a, T: Element> {
     context: &'a [T::Acc],
     rows: &'a [&'a [T]],
@@ -191,18 +199,18 @@ impl<T: Element> Kernel<T::Acc> for ListDots<'_, T> {
 
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
-        let (groups, rest) = self.rows.as_chunks::<ROWS>();
-        let (to, to_rest) = self.to.as_chunks_mut::<ROWS>();
+        let (groups, others) = self.rows.as_chunks::<ROWS>();
+        let (to, to_others) = self.to.as_chunks_mut::<ROWS>();
         for (&rows, to) in groups.iter().zip(to) {
             *to = dots::<1, ROWS, false, T, V>(v, self.context, rows, &[])[0];
         }
-        for (&row, to) in rest.iter().zip(to_rest) {
+        for (&row, to) in others.iter().zip(to_others) {
             *to = dots::<1, 1, false, T, V>(v, self.context, [row], &[])[0][0];
         }
     }
 }
 
-/// `to += sum_i factors[i] rows[i]`
+/// Computes `to += sum_i factors[i] rows[i]`.
 struct AddRows<'a, T: Element> {
     factors: &'a [T::Acc],
     rows: &'a [&'a [T]],
@@ -215,19 +223,25 @@ impl<T: Element> Kernel<T::Acc> for AddRows<'_, T> {
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
         let AddRows { factors, rows, to } = self;
-        let (groups, rest) = rows.as_chunks::<ROWS>();
-        let (of_groups, of_rest) = factors.as_chunks::<ROWS>();
-        for (&rows, &factors) in groups.iter().zip(of_groups) {
-            add::<ROWS, T, V>(v, factors, rows, to);
+        let (groups, others) = rows.as_chunks::<ROWS>();
+        let (group_factors, other_factors) = factors.as_chunks::<ROWS>();
+        for (&rows, &factors) in groups.iter().zip(group_factors) {
+            add_rows::<ROWS, T, V>(v, factors, rows, to);
         }
-        for (&row, &factor) in rest.iter().zip(of_rest) {
-            add::<1, T, V>(v, [factor], [row], to);
+        for (&row, &factor) in others.iter().zip(other_factors) {
+            add_rows::<1, T, V>(v, [factor], [row], to);
         }
     }
 }
 
+/// Computes `to += sum_i factors[i] rows[i]` for `N` rows at once.
 #[inline(always)]
-fn add<const N: usize, T: Element, V: Vector<T::Acc>>(v: V, factors: [T::Acc; N], rows: [&[T]; N], to: &mut [T::Acc]) {
+fn add_rows<const N: usize, T: Element, V: Vector<T::Acc>>(
+    v: V,
+    factors: [T::Acc; N],
+    rows: [&[T]; N],
+    to: &mut [T::Acc],
+) {
     let (registers, rests) = (rows.map(|row| V::lanes(row).0), rows.map(|row| V::lanes(row).1));
     let (to, to_rest) = V::split_mut(to);
     let n = to.len();

@@ -1,5 +1,5 @@
-//! The product of two matrices in bf16, which candle widens and rounds on one thread: on the tile unit, or in f32, with
-//! conversions on all threads.
+//! The product of two matrices in bf16, on the tile unit or in f32. candle's own converts its operands on one thread;
+//! here all threads do so.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -11,6 +11,8 @@ use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;
 use crate::error::Result;
 
+/// Computes `left right` for matrices `[m, k]` and `[k, n]`. Sizes and dtypes that this file does not serve are
+/// candle's.
 pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     let (m, k) = left.dims2()?;
     let n = right.dim(1)?;
@@ -24,15 +26,15 @@ pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     let ((a, left_transposed), (b, right_transposed)) = (stored(left)?, stored(right)?);
     let product = with_slice("left", &a, |a: &[bf16]| {
         with_slice("right", &b, |b: &[bf16]| {
-            let left = TileMatrix { values: a, rows: m, columns: k, transposed: left_transposed };
-            let right = TileMatrix { values: b, rows: k, columns: n, transposed: right_transposed };
+            let left = TileMatrix { values: a, rows: m, columns: k, is_transposed: left_transposed };
+            let right = TileMatrix { values: b, rows: k, columns: n, is_transposed: right_transposed };
             Ok(matmul::matmul(unit, isa, left, right))
         })
     })?;
     Ok(Tensor::from_vec(product, (m, n), &Device::Cpu)?)
 }
 
-/// A matrix as it is stored, and whether that is its transpose.
+/// Returns a matrix as it is stored, and whether that is its transpose.
 fn stored(matrix: &Tensor) -> Result<(Tensor, bool)> {
     let transposed = matrix.t()?;
     Ok(if matrix.is_contiguous() || !transposed.is_contiguous() {
@@ -42,7 +44,7 @@ fn stored(matrix: &Tensor) -> Result<(Tensor, bool)> {
     })
 }
 
-/// A matrix in f32, stored as before.
+/// Returns a matrix in f32, stored as before.
 fn wide(matrix: &Tensor) -> Result<Tensor> {
     let (values, is_transposed) = stored(matrix)?;
     let wide = widened::<bf16>(&values)?;

@@ -1,4 +1,4 @@
-//! Products of matrices that both computations use.
+//! Matrix products on vectors and tile units, which one pass and two passes use.
 
 pub(crate) mod decoder_squares;
 pub(crate) mod gemv;

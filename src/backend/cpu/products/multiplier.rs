@@ -1,4 +1,4 @@
-//! What multiplies matrices: vectors, or a tile unit, whose operands and results vectors prepare.
+//! What multiplies matrices: vectors, or a tile unit, for which vectors prepare the operands and finish the results.
 
 use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;

@@ -1,32 +1,34 @@
-//! The matrix products of a panel: the result of a few rows by a whole panel stays in registers.
+//! The matrix products of a panel on vectors. A few rows of the result, as wide as a panel, stay in registers.
 //!
-//! All three products have the form `to[rows, width] (+)= left[rows, depth] right[depth, width]`, where `right` and
-//! `to` are read and written as vectors, and `left` element by element from where it lies. So the decoder and the
+//! All three products have the form `to[rows, width] (+)= left[rows, depth] right[depth, width]`. The kernel reads and
+//! writes `right` and `to` as vectors, and reads `left` element by element from where it lies. So the decoder and the
 //! exponentials are never repacked.
 
 use crate::backend::cpu::memory::{prefetch, prefetch_to_second_level, CACHE_LINE};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
-/// How much of a result is computed in registers.
+/// The sizes of the part of a result that is computed in registers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Registers {
-    /// Rows of the result.
+    /// The number of rows of the result.
     pub(crate) rows: usize,
-    /// Elements of a row: the width of a full panel.
+    /// The number of elements of a row: the width of a full panel.
     pub(crate) width: usize,
-    /// Elements of a vector.
+    /// The number of elements of a vector.
     pub(crate) lanes: usize,
 }
 
 impl Registers {
-    pub(crate) fn of<F: Float>(isa: Isa) -> Self {
-        F::dispatch(isa, RegistersOf)
+    /// Returns the sizes for an instruction set and an element type.
+    pub(crate) fn for_isa<F: Float>(isa: Isa) -> Self {
+        F::dispatch(isa, CountRegisters)
     }
 }
 
-struct RegistersOf;
+/// Returns the sizes for the instruction set that it is compiled for.
+struct CountRegisters;
 
-impl<F: Float> Kernel<F> for RegistersOf {
+impl<F: Float> Kernel<F> for CountRegisters {
     type Output = Registers;
 
     #[inline(always)]
@@ -37,7 +39,8 @@ impl<F: Float> Kernel<F> for RegistersOf {
     }
 }
 
-/// How many rows of the result, and vectors of each, fit the registers with a row of `right` and an element of `left`.
+/// Returns how many rows of the result, and how many vectors of each, fit the registers beside a row of `right` and an
+/// element of `left`.
 #[inline(always)]
 fn in_registers<F: Float, V: Vector<F>>() -> (usize, usize) {
     if V::REGISTERS >= 32 {
@@ -47,13 +50,14 @@ fn in_registers<F: Float, V: Vector<F>>() -> (usize, usize) {
     }
 }
 
+/// Returns the number of lanes of a register.
 #[inline(always)]
 pub(crate) fn lanes<F: Float, V: Vector<F>>() -> usize {
     size_of::<V::Reg>() / size_of::<F>()
 }
 
-/// A part of the left operand: `depth` columns, with element `(i, k)` at `values[i * row + k * step]`. One of the
-/// strides is 1, the same one in all parts.
+/// A block of `depth` columns of the left operand, with element `(i, k)` at `values[i * row + k * step]`. One of the
+/// strides is 1, the same one in all blocks.
 #[derive(Clone, Copy)]
 pub(crate) struct Left<'a, F> {
     pub(crate) values: &'a [F],
@@ -72,20 +76,20 @@ pub(crate) enum Start<'a, F> {
     Rows(&'a [F]),
 }
 
-/// `to[rows, columns] = start + left[rows, depth] right[depth, width]`
+/// Computes `to[rows, columns] = start + left[rows, depth] right[depth, width]`.
 pub(crate) struct PanelProduct<'a, F> {
     pub(crate) start: Start<'a, F>,
     pub(crate) rows: usize,
-    /// Parts of the left operand, side by side.
+    /// The left operand, in blocks side by side.
     pub(crate) left: &'a [Left<'a, F>],
-    /// `[depth, width]`; the depths of the left operand's parts add up to its depth
+    /// `[depth, width]`; the depths of the left operand's blocks add up to its depth
     pub(crate) right: &'a [F],
-    /// Elements of a row of `right`: whole vectors, no more than a full panel has.
+    /// The number of elements of a row of `right`: whole vectors, no more than a full panel has.
     pub(crate) width: usize,
     pub(crate) to: &'a mut [F],
-    /// Distance between rows of `to`.
+    /// The distance between rows of `to`.
     pub(crate) to_row: usize,
-    /// The columns of the result that are stored: all, or all but some of the last vector.
+    /// The number of columns of the result that are stored: all, or all but some of the last vector.
     pub(crate) columns: usize,
 }
 
@@ -169,7 +173,7 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
     let mut right = product.right.as_ptr();
     for left in product.left.iter().filter(|left| left.depth > 0) {
         // SAFETY: `run` has checked that row `row + ROWS - 1` and column `depth - 1` of the left operand lie in its
-        // slice, and that `right` has as many rows of `width` elements as all parts have columns. A register has the
+        // slice, and that `right` has as many rows of `width` elements as all blocks have columns. A register has the
         // size of its elements and no greater alignment. The prefetched address need not be valid.
         unsafe {
             let rows: [*const F; ROWS] = {
@@ -221,7 +225,7 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
         }
         return ROWS;
     }
-    // A copy, so that the sums stay in registers although this loop is not unrolled.
+    // The loop reads a copy, so that the sums stay in registers although it is not unrolled.
     let copy = sums;
     for (i, sums) in copy.iter().enumerate() {
         let to = &mut product.to[(row + i) * product.to_row..][..product.columns];
@@ -233,9 +237,9 @@ fn tile<const ROWS: usize, const N: usize, const ACROSS: bool, F: Float, V: Vect
     ROWS
 }
 
-/// After so many elements of a row of the left operand, a cache line in f32, its next rows are prefetched.
+/// The number of elements of a row of the left operand, a cache line in f32, after which the next ones are prefetched.
 const LINE: usize = 16;
-/// Rows of the right operand that are prefetched ahead.
+/// The number of rows by which the right operand is prefetched ahead.
 const AHEAD: usize = 8;
 
 #[cfg(test)]
@@ -246,31 +250,31 @@ mod tests {
         (0..n).map(|i| F::from_f64(((i * 7 + seed * 13) % 19) as f64 - 9.0)).collect()
     }
 
-    /// Checks both orders of the left operand, in one part and in two, at sizes that do not fill the registers.
+    /// Checks both orders of the left operand, in one block and in two, at sizes that do not fill the registers.
     fn check<F: Float>() {
         for isa in Isa::available() {
-            let Registers { width, lanes, .. } = Registers::of::<F>(isa);
+            let Registers { width, lanes, .. } = Registers::for_isa::<F>(isa);
             let most = width / lanes;
             for (rows, depth, vectors, missing) in [(1, 1, 1, 0), (8, 5, 3, 0), (19, 33, 2, lanes - 1), (12, 7, 3, 1)] {
                 let (width, missing) = (vectors.min(most) * lanes, missing.min(lanes - 1));
                 let columns = width - missing;
                 let (left, right) = (values::<F>(rows * depth, 1), values::<F>(depth * width, 2));
                 let transposed: Vec<F> = (0..rows * depth).map(|i| left[i % rows * depth + i / rows]).collect();
-                let part = |values, row, step, depth| Left { values, row, step, depth };
+                let block = |values, row, step, depth| Left { values, row, step, depth };
                 let half = depth / 2;
                 let forms: [Vec<Left<F>>; 4] = [
-                    vec![part(&left, depth, 1, depth)],
-                    vec![part(&transposed, 1, rows, depth)],
-                    vec![part(&left, depth, 1, half), part(&left[half..], depth, 1, depth - half)],
-                    vec![part(&transposed, 1, rows, half), part(&transposed[half * rows..], 1, rows, depth - half)],
+                    vec![block(&left, depth, 1, depth)],
+                    vec![block(&transposed, 1, rows, depth)],
+                    vec![block(&left, depth, 1, half), block(&left[half..], depth, 1, depth - half)],
+                    vec![block(&transposed, 1, rows, half), block(&transposed[half * rows..], 1, rows, depth - half)],
                 ];
                 let bias = values::<F>(rows, 3);
-                for left_parts in &forms {
+                for blocks in &forms {
                     for start in [Start::Zero, Start::Stored, Start::Rows(&bias)] {
                         let to_row = columns + 2;
                         let before = values::<F>(rows * to_row, 4);
                         let mut to = before.clone();
-                        let left = left_parts.as_slice();
+                        let left = blocks.as_slice();
                         let right = &right[..];
                         F::dispatch(
                             isa,

@@ -6,46 +6,49 @@ use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
-/// Columns of the decoder that a sum adds one after the other: the rounding errors of longer sums are larger.
+/// The maximum number of columns of the decoder that a sum adds one after the other. The rounding errors of longer sums
+/// are larger.
 const MOST_DEPTH: usize = 512;
 
-/// Contexts as the columns of a panel.
+/// The rows of a panel, whose contexts are its columns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ContextPanel {
-    /// Index of its first row.
+    /// The index of its first row.
     pub(crate) first: usize,
+    /// The number of its rows.
     pub(crate) rows: usize,
-    /// `rows`, rounded up to whole registers.
+    /// The number of its columns: `rows`, rounded up to whole registers.
     pub(crate) width: usize,
 }
 
-/// `to[row, id] = contexts[row] . decoder[id]` for the rows of a panel and some ids.
+/// Computes `to[row, id] = contexts[row] . decoder[id]` for the rows of a panel and some ids.
 pub(crate) struct RowsInLanes<'a, 'b, F> {
     pub(crate) panel: ContextPanel,
     /// `[d, width]`
     pub(crate) contexts: &'a [F],
-    /// The rows of the decoder, in parts.
+    /// The rows of the decoder, in blocks of columns.
     pub(crate) decoder: &'a [Left<'a, F>],
     pub(crate) ids: usize,
     /// The column of `to` that belongs to the first id.
     pub(crate) first_id: usize,
     pub(crate) to: &'a mut ViewMut<'b, F>,
-    /// `[ids, width]`
+    /// `[ids, width]`: a buffer
     pub(crate) products: &'a mut [F],
 }
 
 impl<F: Float> RowsInLanes<'_, '_, F> {
+    /// Computes the products, and stores their transpose.
     pub(crate) fn multiply(self, isa: Isa) {
         let RowsInLanes { panel, contexts, decoder, ids, first_id, to, products } = self;
         let width = panel.width;
         let products = &mut products[..ids * width];
         let (mut start, mut right) = (Start::Zero, contexts);
-        for part in decoder {
-            // All pieces have nearly the same size.
-            let depth = part.depth.div_ceil(part.depth.div_ceil(MOST_DEPTH).max(1));
-            for first in (0..part.depth).step_by(depth.max(1)) {
-                let depth = depth.min(part.depth - first);
-                let left = &[Left { values: &part.values[first * part.step..], depth, ..*part }];
+        for block in decoder {
+            // All depths are nearly the same.
+            let depth = block.depth.div_ceil(block.depth.div_ceil(MOST_DEPTH).max(1));
+            for first in (0..block.depth).step_by(depth.max(1)) {
+                let depth = depth.min(block.depth - first);
+                let left = &[Left { values: &block.values[first * block.step..], depth, ..*block }];
                 let to = &mut *products;
                 F::dispatch(
                     isa,
@@ -81,11 +84,11 @@ impl<F: Float> Kernel<F> for StoreTransposed<'_, '_, F> {
                     *register = V::split(&products[column..][..lanes]).0[0];
                 }
                 let square = v.transposed(square);
-                for (row, &of_ids) in (column..rows).zip(square.as_ref()) {
+                for (row, &products) in (column..rows).zip(square.as_ref()) {
                     let to = &mut to.row_mut(first + row)[first_id + block * lanes..][..ids];
                     match V::split_mut(to) {
-                        ([to], _) => *to = of_ids,
-                        (_, to) => v.store_partial(of_ids, to),
+                        ([to], _) => *to = products,
+                        (_, to) => v.store_partial(products, to),
                     }
                 }
             }
@@ -93,13 +96,13 @@ impl<F: Float> Kernel<F> for StoreTransposed<'_, '_, F> {
     }
 }
 
-/// Widens numbers.
-pub(crate) struct Widened<'a, T: Element> {
+/// Computes `to[..] = values[..]` in the accumulation dtype.
+pub(crate) struct WidenRow<'a, T: Element> {
     pub(crate) values: &'a [T],
     pub(crate) to: &'a mut [T::Acc],
 }
 
-impl<T: Element> Kernel<T::Acc> for Widened<'_, T> {
+impl<T: Element> Kernel<T::Acc> for WidenRow<'_, T> {
     type Output = ();
 
     #[inline(always)]

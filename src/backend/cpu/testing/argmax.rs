@@ -1,14 +1,17 @@
-//! Both computations tell, with every instruction set and number of threads, at which positions the target is the most
+//! Both computations find, with every instruction set and number of threads, at which positions the target is the most
 //! probable id.
 
+use super::super::scores::scores;
+use super::super::two_pass::TwoPasses;
 use super::*;
 use crate::backend::objective::Scored;
 use crate::backend::schedule::Steps;
 
-/// Ids with equal rows of the decoder, in one tile and in several.
+/// The ids that have equal rows of the decoder. They lie in one tile and in several.
 const EQUALS: [usize; 4] = [5, 9, 700, 1600];
 
-/// A mixture in which these ids are equal, and by far the most probable where `bonus` is large.
+/// Makes the operands of a mixture in which [`EQUALS`] are equally probable, and by far the most probable ids if `bonus` is
+/// large.
 fn operands(case: &Case, bonus: f64) -> Result<Operands> {
     let (mut operands, _) = case.operands()?;
     let mut rows: Vec<u32> = (0..case.sizes.vocab as u32).collect();
@@ -25,18 +28,23 @@ fn operands(case: &Case, bonus: f64) -> Result<Operands> {
     Ok(operands)
 }
 
-/// Whether each target is the most probable id, by one computation.
-fn is_correct<T: Served>(
-    (operands, targets): (&Operands, &[i64]),
+/// How a search runs.
+#[derive(Clone, Copy)]
+struct Run {
     computation: Computation,
-    (isa, budget): (Isa, Option<usize>),
-) -> Result<Vec<bool>> {
+    isa: Isa,
+    budget: Option<usize>,
+}
+
+/// Tells whether each target is the most probable id.
+fn is_correct<T: Served>(operands: &Operands, targets: &[i64], run: Run) -> Result<Vec<bool>> {
+    let Run { computation, isa, budget } = run;
     let loss = TargetLoss {
         targets: Tensor::new(targets, &Device::Cpu)?,
         ignore_index: Some(-100),
         position_weights: None,
         class_weights: None,
-        terms: LossTerms { correct: true, ..LossTerms::default() },
+        terms: LossTerms { needs_correct: true, ..LossTerms::default() },
         scale: GradScale::OneOverCount,
         shard: None,
         own_shifts: None,
@@ -49,15 +57,16 @@ fn is_correct<T: Served>(
     let targets = Targets::new(&objective, sizes, sizes.vocab)?;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let inputs = Inputs { isa, ..inputs };
-        let gradients = BufferedGradients::none(sizes);
+        let gradients = BufferedGradients::none();
         let losses = match computation {
             Computation::OnePass => {
-                let mut pass = OnePass::new(Vectors(isa), inputs, &targets, gradients, none, &plan);
+                let request = OnePassRequest::Loss { targets: &targets, shard: None };
+                let mut pass = OnePass::new(Vectors(isa), inputs, request, gradients, none, &plan);
                 pass.run_loss(&plan, none)?;
                 pass.losses
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::new(Vectors(isa), inputs, &plan).with_targets(&targets, gradients);
+                let mut passes = TwoPasses::for_targets(Vectors(isa), inputs, &targets, None, gradients, &plan);
                 passes.run_loss(&plan, none)?;
                 passes.losses
             }
@@ -66,20 +75,20 @@ fn is_correct<T: Served>(
     })
 }
 
-/// The most probable id of each position, the lowest among equals; from log-probabilities in f64.
+/// Returns the most probable id of each position, from log-probabilities in f64; among equals it is the lowest.
 fn argmax(operands: &Operands) -> Result<Vec<usize>> {
     let plan = Cpu.plan(operands, Task::log_probs(NeedsGrad::default()), None)?;
     let rows = Cpu.log_probs(operands, DType::F64, &plan)?.to_vec2::<f64>()?;
-    let of_row = |row: &Vec<f64>| {
-        let best = row.iter().enumerate().fold(0, |best, (id, x)| if *x > row[best] { id } else { best });
-        // Equal ids may differ in the last bit there.
-        if EQUALS.contains(&best) {
+    let row_argmax = |row: &Vec<f64>| {
+        let argmax = row.iter().enumerate().fold(0, |argmax, (id, x)| if *x > row[argmax] { id } else { argmax });
+        // The log-probabilities of equal ids may differ in the last bit.
+        if EQUALS.contains(&argmax) {
             EQUALS[0]
         } else {
-            best
+            argmax
         }
     };
-    Ok(rows.iter().map(of_row).collect())
+    Ok(rows.iter().map(row_argmax).collect())
 }
 
 #[test]
@@ -94,18 +103,18 @@ fn every_computation_finds_the_most_probable_ids() -> Result<()> {
         (7, 2, 5, 13, 0.0),
     ] {
         let case = Case { dtype: DType::F64, ..Case::new(positions, components, context_dim, vocab) };
-        let best = argmax(&operands(&case, bonus)?)?;
+        let argmax = argmax(&operands(&case, bonus)?)?;
         let other = |t: usize, id: usize| (id + 1 + t * 7 % (vocab - 1)) % vocab;
-        let target = |t: usize| if t % 3 == 1 { other(t, best[t]) } else { best[t] } as i64;
+        let target = |t: usize| if t % 3 == 1 { other(t, argmax[t]) } else { argmax[t] } as i64;
         let targets: Vec<i64> = (0..positions).map(|t| if t % 5 == 3 { -100 } else { target(t) }).collect();
-        let expected: Vec<bool> = (0..positions).map(|t| t % 5 != 3 && targets[t] == best[t] as i64).collect();
+        let expected: Vec<bool> = (0..positions).map(|t| t % 5 != 3 && targets[t] == argmax[t] as i64).collect();
         for isa in Isa::available() {
             for computation in [Computation::OnePass, Computation::TwoPasses] {
                 for budget in [None, Some(3 << 20)] {
-                    let (of_f32, of_f64) = (Case { dtype: DType::F32, ..case }, case);
+                    let run = Run { computation, isa, budget };
                     let found = [
-                        is_correct::<f32>((&operands(&of_f32, bonus)?, &targets), computation, (isa, budget))?,
-                        is_correct::<f64>((&operands(&of_f64, bonus)?, &targets), computation, (isa, budget))?,
+                        is_correct::<f32>(&operands(&Case { dtype: DType::F32, ..case }, bonus)?, &targets, run)?,
+                        is_correct::<f64>(&operands(&case, bonus)?, &targets, run)?,
                     ];
                     let name = format!("{:?} {computation:?} {}", case.sizes, isa.kernels());
                     found.iter().for_each(|found| assert_eq!(*found, expected, "{name}"));
@@ -126,7 +135,7 @@ fn among_equals_the_lowest_id_is_the_most_probable() -> Result<()> {
             let expected: Vec<bool> = (0..12).map(|t| t % 4 == 0).collect();
             for isa in Isa::available() {
                 for computation in [Computation::OnePass, Computation::TwoPasses] {
-                    let found = is_correct::<f32>((&operands, &targets), computation, (isa, None))?;
+                    let found = is_correct::<f32>(&operands, &targets, Run { computation, isa, budget: None })?;
                     assert_eq!(found, expected, "K = {components} {computation:?} {}", isa.kernels());
                 }
             }
@@ -136,7 +145,8 @@ fn among_equals_the_lowest_id_is_the_most_probable() -> Result<()> {
         operands.weight = operands.weight.zeros_like()?;
         operands.bias = None;
         for computation in [Computation::OnePass, Computation::TwoPasses] {
-            let found = is_correct::<f32>((&operands, &[0, 1, 899, 0, 500, 0]), computation, (Isa::detected()?, None))?;
+            let run = Run { computation, isa: Isa::detected()?, budget: None };
+            let found = is_correct::<f32>(&operands, &[0, 1, 899, 0, 500, 0], run)?;
             assert_eq!(found, [true, false, false, true, false, true], "K = {components} {computation:?}");
         }
     }
@@ -144,7 +154,7 @@ fn among_equals_the_lowest_id_is_the_most_probable() -> Result<()> {
 }
 
 #[test]
-fn tiles_tell_it_too() -> Result<()> {
+fn tiles_find_the_most_probable_ids() -> Result<()> {
     let isa = Isa::detected()?;
     for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
         for components in [1, 3, 20] {
@@ -152,11 +162,12 @@ fn tiles_tell_it_too() -> Result<()> {
             let operands = operands(&case, 9.0)?;
             let ids: Vec<u32> = (0..12).flat_map(|t| [700, t, 5, 1600, 5]).collect();
             let token_ids = Tensor::from_vec(ids, (12, 5), &Device::Cpu)?;
-            let scored = Scored { token_ids, entropy: false, outside: false, is_argmax: true, temperature: 1.0 };
+            let scored =
+                Scored { token_ids, needs_entropy: false, needs_outside: false, needs_argmax: true, temperature: 1.0 };
             let task = Task::scores(&scored, &operands, NeedsGrad::default())?;
             let plan = plan::<half::bf16>(&operands, task, None)?;
             assert_eq!(plan.computation, Computation::OnePass);
-            let found = super::super::scores::scores::<half::bf16, _>(Tiles { unit, isa }, &operands, &scored, &plan)?;
+            let found = scores::<half::bf16, _>(Tiles { unit, isa }, &operands, &scored, &plan)?;
             let expected: Vec<u8> = (0..12).flat_map(|t| [0, u8::from(t == 5), 1, 0, 1]).collect();
             assert_eq!(found.1.expect("asked for").flatten_all()?.to_vec1::<u8>()?, expected, "K = {components}");
         }
@@ -165,12 +176,12 @@ fn tiles_tell_it_too() -> Result<()> {
 }
 
 #[test]
-fn the_number_of_threads_does_not_matter() -> Result<()> {
+fn the_argmax_does_not_depend_on_the_number_of_threads() -> Result<()> {
     let with_threads = |threads: usize| {
         in_pool(threads, || {
             let operands = operands(&Case::new(300, 15, 24, 1500), 0.0)?;
-            let targets: Vec<i64> = argmax_of(&operands)?;
-            is_correct::<f32>((&operands, &targets), Computation::OnePass, (Isa::detected()?, None))
+            let run = Run { computation: Computation::OnePass, isa: Isa::detected()?, budget: None };
+            is_correct::<f32>(&operands, &argmax_targets(&operands)?, run)
         })
     };
     let one = with_threads(1)?;
@@ -181,8 +192,8 @@ fn the_number_of_threads_does_not_matter() -> Result<()> {
     Ok(())
 }
 
-/// The most probable ids as targets.
-fn argmax_of(operands: &Operands) -> Result<Vec<i64>> {
+/// Returns the most probable ids as targets.
+fn argmax_targets(operands: &Operands) -> Result<Vec<i64>> {
     let (ids, _) = Cpu.top_k(operands, 1)?;
     Ok(ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(i64::from).collect())
 }

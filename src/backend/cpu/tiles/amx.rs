@@ -1,5 +1,5 @@
-//! Intel AMX. Its instructions are not yet among Rust's intrinsics, so that they stand in one block of assembly, which
-//! leaves the unit as it found it.
+//! Products on Intel AMX. Rust has no stable intrinsics for it yet: its instructions stand in one block of assembly,
+//! which leaves the unit as it found it.
 
 use std::arch::asm;
 use std::marker::PhantomData;
@@ -15,36 +15,38 @@ use super::rounding::Pair;
 pub(crate) struct Amx(PhantomData<()>);
 
 impl Amx {
-    /// Asks the processor and the operating system, once.
+    /// Returns the proof if the processor has AMX and the operating system lets this process use it. Both are asked
+    /// once.
     pub(super) fn detect() -> Option<Self> {
         static DETECTED: OnceLock<bool> = OnceLock::new();
-        let is_there = DETECTED.get_or_init(|| processor_has_it() && system_permits_it());
-        is_there.then_some(Amx(PhantomData))
+        let is_usable = DETECTED.get_or_init(|| processor_has_amx() && request_permission());
+        is_usable.then_some(Amx(PhantomData))
     }
 
+    /// Computes the product, a group of squares at a time.
     pub(super) fn multiply(self, product: TileProduct<'_>) {
-        let TileProduct { left, right, steps, to, to_row, rows, columns, add } = product;
-        let (left_squares, right_squares, to) = (left.values.as_ptr(), right.values.as_ptr(), to.as_mut_ptr());
+        let TileProduct { left, right, steps, to, to_row, rows, columns, is_added } = product;
+        let (first_left, first_right, to) = (left.values.as_ptr(), right.values.as_ptr(), to.as_mut_ptr());
         let mut squares = [Square::default(); AT_A_TIME];
         let mut count = 0;
         for column in 0..columns {
             for row in 0..rows {
                 squares[count] = Square {
-                    left: left_squares.wrapping_add(row * left.square),
+                    left: first_left.wrapping_add(row * left.square),
                     left_row: left.row * size_of::<bf16>(),
                     left_step: left.step * size_of::<bf16>(),
-                    right: right_squares.wrapping_add(column * right.square),
+                    right: first_right.wrapping_add(column * right.square),
                     right_row: right.row * size_of::<Pair>(),
                     right_step: right.step * size_of::<Pair>(),
                     to: to.wrapping_add(SIDE * (row * to_row + column)),
                     to_row: to_row * size_of::<f32>(),
                     steps,
-                    add: usize::from(add),
+                    add: usize::from(is_added),
                 };
                 count += 1;
                 if count == AT_A_TIME || row + 1 == rows && column + 1 == columns {
-                    // SAFETY: `self` proves that the instructions may be used, and `TileProduct::run` has checked that the
-                    // operands and the result of all squares lie in borrowed slices.
+                    // SAFETY: `self` proves that the instructions may be used, and `TileUnit::multiply` has checked
+                    // that the operands and the result of all squares lie in borrowed slices.
                     unsafe { multiply(&squares[..count]) };
                     count = 0;
                 }
@@ -53,10 +55,10 @@ impl Amx {
     }
 }
 
-/// Squares for which the unit is configured once.
+/// The number of squares for which the unit is configured once.
 const AT_A_TIME: usize = 16;
 
-/// The addresses of a square; all distances are in bytes.
+/// The addresses of a square of the result and of its operands, as the assembly reads them. All distances are in bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Square {
@@ -89,10 +91,11 @@ impl Default for Square {
     }
 }
 
-/// All tile registers have 16 rows of 64 bytes.
+/// A configuration of the unit, in Intel's format.
 #[repr(C, align(64))]
 struct Configuration([u8; 64]);
 
+/// The configuration in which all tile registers have 16 rows of 64 bytes.
 static CONFIGURATION: Configuration = {
     let mut bytes = [0; 64];
     bytes[0] = 1;
@@ -105,11 +108,12 @@ static CONFIGURATION: Configuration = {
     Configuration(bytes)
 };
 
-/// Computes squares, each as 2 x 2 tiles.
+/// Computes squares of a result, each as 2 x 2 tiles.
 ///
 /// # Safety
 ///
-/// The process may use AMX, there is a square, each has steps, and all that they address is readable, or writable.
+/// The process may use AMX. There is at least one square, and each has at least one step. The operands that a square
+/// addresses are readable, and its result is writable.
 unsafe fn multiply(squares: &[Square]) {
     const {
         assert!(std::mem::offset_of!(Square, left_step) == 16 && std::mem::offset_of!(Square, right) == 24);
@@ -186,8 +190,8 @@ unsafe fn multiply(squares: &[Square]) {
     }
 }
 
-/// Whether the processor has AMX-TILE and AMX-BF16, and the operating system saves the state of the tiles.
-fn processor_has_it() -> bool {
+/// Returns whether the processor has AMX-TILE and AMX-BF16, and the operating system saves the state of the tiles.
+fn processor_has_amx() -> bool {
     use std::arch::x86_64::{__cpuid_count, _xgetbv};
 
     const AMX_BF16: u32 = 1 << 22;
@@ -206,16 +210,17 @@ fn processor_has_it() -> bool {
     enabled & TILES == TILES
 }
 
-/// Asks Linux for the permission to use the tiles, which it gives to the whole process, or not.
+/// Asks Linux for the permission to use the tiles, which concerns the whole process. Returns whether it is given.
 #[cfg(target_os = "linux")]
-fn system_permits_it() -> bool {
+fn request_permission() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
     const TILE_DATA: libc::c_ulong = 18;
     // SAFETY: this call changes the permissions of the process and accesses none of its memory.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0 }
 }
 
+/// Returns false: this system has no such permission to ask for.
 #[cfg(not(target_os = "linux"))]
-fn system_permits_it() -> bool {
+fn request_permission() -> bool {
     false
 }

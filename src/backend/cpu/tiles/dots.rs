@@ -1,4 +1,5 @@
-//! AVX512-BF16: vectors of 16 lanes, each of which multiplies two pairs of bf16 and adds both products to an f32.
+//! Products on AVX512-BF16: vectors of 16 lanes, each of which multiplies two pairs of bf16 and adds both products to
+//! an f32.
 
 use std::arch::x86_64::{__cpuid, __m512, __m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
 use std::marker::PhantomData;
@@ -10,11 +11,11 @@ use half::bf16;
 use super::product::{TileProduct, PAIRS, SIDE};
 use super::rounding::{pair, Pair};
 
-/// Lanes of a vector.
+/// The number of lanes of a vector.
 const LANES: usize = 16;
-/// Rows whose sums stay in registers.
+/// The number of rows whose sums stay in registers.
 const ROWS: usize = 8;
-/// The family of AMD's Zen 5 and, as a sum of base and extended family, of what follows it.
+/// The family, base plus extended, of AMD's Zen 5. Later processors have larger numbers.
 const ZEN_5: u32 = 0x1a;
 
 /// The proof that this machine has AVX512-BF16.
@@ -22,17 +23,18 @@ const ZEN_5: u32 = 0x1a;
 pub(crate) struct Bf16Dots(PhantomData<()>);
 
 impl Bf16Dots {
+    /// Returns the proof if this machine has the instructions.
     pub(super) fn detect() -> Option<Self> {
         let is_there = std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512bf16");
         is_there.then_some(Bf16Dots(PhantomData))
     }
 
-    /// Whether this processor multiplies pairs of bf16 so much faster than numbers in f32 that rounding the operands is
-    /// worthwhile. AMD's Zen 5 does, Intel's Sapphire Rapids does not, others have not been measured. The processor's
-    /// family decides, not a measurement at run time: the results of a program are the same in every run, and its
-    /// processes use the same kernels.
+    /// Returns whether this processor multiplies pairs of bf16 so much faster than numbers in f32 that rounding the
+    /// operands is worthwhile. AMD's Zen 5 does, Intel's Sapphire Rapids does not, others have not been measured. The
+    /// processor's family decides, and no measurement at run time: so the results of a program are the same in every
+    /// run, and all its processes use the same kernels.
     pub(super) fn beats_fma(self) -> bool {
-        // In a virtual machine, each instruction that asks for them leaves the machine.
+        // In a virtual machine, each instruction that asks for the family exits to the hypervisor.
         static BEATS_FMA: OnceLock<bool> = OnceLock::new();
         *BEATS_FMA.get_or_init(|| {
             let vendor = __cpuid(0);
@@ -40,31 +42,33 @@ impl Bf16Dots {
         })
     }
 
+    /// Computes the product.
     pub(super) fn multiply(self, product: TileProduct<'_>) {
         // SAFETY: `self` proves that the machine has the instructions.
         unsafe { multiply(product) }
     }
 }
 
-/// As [`Bf16Dots::beats_fma`], for a processor of this vendor and signature.
+/// Returns what [`Bf16Dots::beats_fma`] says of a processor with this vendor and signature.
 fn beats_fma(vendor: [u32; 3], signature: u32) -> bool {
     let is_amd = vendor == [*b"Auth", *b"enti", *b"cAMD"].map(u32::from_le_bytes);
     let (base, extended) = (signature >> 8 & 0xf, signature >> 20 & 0xff);
     is_amd && base + extended >= ZEN_5
 }
 
+/// Computes the product, 8 rows by a square's columns at a time.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn multiply(product: TileProduct<'_>) {
-    let TileProduct { left, right, steps, to, to_row, rows, columns, add } = product;
+    let TileProduct { left, right, steps, to, to_row, rows, columns, is_added } = product;
     for (column, first) in (0..columns).flat_map(|column| (0..SIDE * rows).step_by(ROWS).map(move |row| (column, row)))
     {
         let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
         let place = |row: usize| (first + row) * to_row + column * SIDE;
-        if add {
+        if is_added {
             for (row, sums) in sums.iter_mut().enumerate() {
                 let (values, _) = to[place(row)..][..SIDE].as_chunks::<LANES>();
                 for (sum, &values) in sums.iter_mut().zip(values) {
-                    *sum = of_lanes(values);
+                    *sum = vector_from_lanes(values);
                 }
             }
         }
@@ -75,10 +79,10 @@ fn multiply(product: TileProduct<'_>) {
             let right = &right.values[column * right.square + step * right.step..];
             for k in 0..PAIRS {
                 let (vectors, _) = right[k * product.right.row..][..SIDE].as_chunks::<LANES>();
-                let vectors = [of_pairs(vectors[0]), of_pairs(vectors[1])];
+                let vectors = [vector_from_pairs(vectors[0]), vector_from_pairs(vectors[1])];
                 for (left, sums) in left.iter().zip(&mut sums) {
                     let [first, second] = left[k].map(|x| u32::from(x.to_bits()));
-                    let left = of_pair(pair(first, second));
+                    let left = repeated_pair(pair(first, second));
                     for (sum, right) in sums.iter_mut().zip(vectors) {
                         *sum = _mm512_dpbf16_ps(*sum, left, right);
                     }
@@ -88,7 +92,7 @@ fn multiply(product: TileProduct<'_>) {
         for (row, sums) in sums.into_iter().enumerate() {
             let (values, _) = to[place(row)..][..SIDE].as_chunks_mut::<LANES>();
             for (values, sum) in values.iter_mut().zip(sums) {
-                *values = lanes(sum);
+                *values = lanes_from_vector(sum);
             }
         }
     }
@@ -96,29 +100,30 @@ fn multiply(product: TileProduct<'_>) {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn of_lanes(values: [f32; LANES]) -> __m512 {
+fn vector_from_lanes(values: [f32; LANES]) -> __m512 {
     // SAFETY: both are 16 numbers of 32 bits, and every pattern of bits is valid.
     unsafe { transmute(values) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn lanes(values: __m512) -> [f32; LANES] {
+fn lanes_from_vector(values: __m512) -> [f32; LANES] {
     // SAFETY: both are 16 numbers of 32 bits, and every pattern of bits is valid.
     unsafe { transmute(values) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn of_pairs(pairs: [Pair; LANES]) -> __m512bh {
+fn vector_from_pairs(pairs: [Pair; LANES]) -> __m512bh {
     // SAFETY: both are 32 numbers of 16 bits, and every pattern of bits is valid.
     unsafe { transmute(pairs) }
 }
 
+/// Returns a vector that has the pair in each lane.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn of_pair(pair: Pair) -> __m512bh {
-    // SAFETY: both are 512 bits, and every pattern of them is valid.
+fn repeated_pair(pair: Pair) -> __m512bh {
+    // SAFETY: both types have 512 bits, and every pattern of them is valid.
     unsafe { transmute(_mm512_set1_epi32(pair as i32)) }
 }
 

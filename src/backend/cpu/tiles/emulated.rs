@@ -6,11 +6,12 @@
 use super::product::{TileProduct, PAIRS, SIDE};
 use super::rounding::widened;
 
+/// Computes the product, with the unit's bits.
 pub(super) fn multiply(product: TileProduct<'_>) {
-    let TileProduct { left, right, steps, to, to_row, rows, columns, add } = product;
+    let TileProduct { left, right, steps, to, to_row, rows, columns, is_added } = product;
     for (row, column) in (0..SIDE * rows).flat_map(|row| (0..SIDE * columns).map(move |column| (row, column))) {
         let to = &mut to[row * to_row + column];
-        let mut total = if add { normal(*to) } else { 0.0 };
+        let mut total = if is_added { normal(*to) } else { 0.0 };
         for step in 0..steps {
             let left = &left.values[row / SIDE * left.square + row % SIDE * left.row + step * left.step..][..SIDE];
             let right = &right.values[column / SIDE * right.square + column % SIDE + step * right.step..];
@@ -27,11 +28,12 @@ pub(super) fn multiply(product: TileProduct<'_>) {
     }
 }
 
+/// Returns the two numbers of the pair at `at`.
 fn right_pair(right: &[u32], at: usize) -> [f32; 2] {
     [f32::from_bits(right[at] << 16), f32::from_bits(right[at] & 0xffff_0000)]
 }
 
-/// The number, or zero if it is subnormal.
+/// Returns the number, or zero if it is subnormal.
 fn normal(x: f32) -> f32 {
     if x.is_subnormal() {
         0.0f32.copysign(x)

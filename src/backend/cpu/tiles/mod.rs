@@ -1,8 +1,8 @@
 //! Products of bf16 matrices on a tile unit, with sums in f32.
 //!
-//! The unit multiplies squares: 32 rows of the left operand by 32 columns of the right one, 32 products deep at a time.
-//! The left operand lies in rows. The right operand lies in pairs of its rows, so that the two factors that the unit
-//! adds up at once are one 32-bit number.
+//! A unit multiplies squares: 32 rows of the left operand by 32 columns of the right one, and adds up 32 products at a
+//! time. The left operand lies in rows. The right operand lies in pairs of its rows: the unit adds up the products of a
+//! pair at once, and reads the pair as one number of 32 bits.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

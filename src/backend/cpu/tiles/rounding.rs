@@ -1,4 +1,4 @@
-//! Operands of the tile unit: numbers rounded to bf16, and pairs of them.
+//! The numbers of a tile unit's operands: bf16, rounded and widened, and pairs of them.
 
 use half::{bf16, f16};
 
@@ -7,7 +7,7 @@ use crate::backend::cpu::vector::simd::{Kernel, Vector};
 /// Two numbers in bf16, the first in the low half.
 pub(crate) type Pair = u32;
 
-/// The bits of the nearest bf16, ties to even, in the low half; NaN stays NaN.
+/// Returns the bits of the nearest bf16, ties to even, in the low half; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn bits(x: f32) -> u32 {
     let bits = x.to_bits();
@@ -19,40 +19,42 @@ pub(crate) fn bits(x: f32) -> u32 {
     }
 }
 
-/// The nearest bf16.
+/// Returns the nearest bf16.
 #[inline(always)]
 pub(crate) fn bf16(x: f32) -> bf16 {
-    bf16_of(bits(x))
+    bf16_from_bits(bits(x))
 }
 
+/// Returns the bf16 whose bits are in the low half.
 #[inline(always)]
-pub(crate) fn bf16_of(bits: u32) -> bf16 {
+pub(crate) fn bf16_from_bits(bits: u32) -> bf16 {
     bf16::from_bits(bits as u16)
 }
 
+/// Returns the pair of two bf16, from their bits in the low halves.
 #[inline(always)]
 pub(crate) fn pair(first: u32, second: u32) -> Pair {
     first | second << 16
 }
 
-/// The number with these bits in bf16.
+/// Returns a bf16 as f32, exactly.
 #[inline(always)]
 pub(crate) fn widened(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// The number with these bits in f16, as `f16::to_f32`, in operations that vectors have.
+/// Returns an f16 as f32, as `f16::to_f32` does, in operations that vectors have.
 #[inline(always)]
 pub(crate) fn widened_f16(x: f16) -> f32 {
     const INFINITY: u32 = 0x7c00 << 13;
-    let (sign, rest) = (u32::from(x.to_bits() & 0x8000) << 16, u32::from(x.to_bits() & 0x7fff) << 13);
-    // The difference of the exponents' biases, 127 - 15; infinities and NaN have the largest exponent.
-    let scaled = (f32::from_bits(rest) * f32::from_bits((127 + 112) << 23)).to_bits();
-    let special = if rest >= INFINITY { 0x7f80_0000 } else { 0 };
+    let (sign, magnitude) = (u32::from(x.to_bits() & 0x8000) << 16, u32::from(x.to_bits() & 0x7fff) << 13);
+    // 112 is the difference of the exponents' biases, 127 - 15. Infinities and NaN have the largest exponent.
+    let scaled = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let special = if magnitude >= INFINITY { 0x7f80_0000 } else { 0 };
     f32::from_bits(scaled | special | sign)
 }
 
-/// `to[..] = values[..]` in bf16.
+/// Computes `to[..] = values[..]` in bf16.
 pub(crate) struct RoundedRow<'a, T> {
     pub(crate) values: &'a [T],
     pub(crate) to: &'a mut [bf16],
@@ -92,7 +94,7 @@ mod tests {
         for high in 0..=u16::MAX {
             for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let x = f32::from_bits(u32::from(high) << 16 | low);
-                let (found, expected) = (bf16_of(bits(x)), bf16::from_f32(x));
+                let (found, expected) = (bf16_from_bits(bits(x)), bf16::from_f32(x));
                 assert!(found.to_bits() == expected.to_bits() || found.is_nan() && x.is_nan(), "{x}: {found}");
             }
         }

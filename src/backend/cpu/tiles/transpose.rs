@@ -1,18 +1,18 @@
-//! The transpose of a matrix in bf16, in squares, and in pairs.
+//! The transpose of a matrix in bf16 that lies in squares, as squares or in pairs of rows.
 
 use half::bf16;
 
 use super::product::{PAIRS, SIDE, SQUARE};
 use super::rounding::{pair, Pair};
+use super::squares::Grid;
 use crate::backend::cpu::vector::simd::Isa;
 
-/// The transpose of a matrix of so many squares down and across. Each square lies in one piece, one row of squares after
-/// the other.
-pub(crate) fn transpose(isa: Isa, from: &[bf16], (down, across): (usize, usize), to: &mut [bf16]) {
+/// Transposes a matrix of squares. Each square lies in one piece, one row of squares after the other.
+pub(crate) fn transpose(isa: Isa, from: &[bf16], grid: Grid, to: &mut [bf16]) {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512(v) => v.vectorize(avx512::Squares { v, from, down, across, to }),
-        _ => each_square(from, (down, across), to, |from, to| {
+        Isa::Avx512(v) => v.vectorize(avx512::Squares { v, from, grid, to }),
+        _ => each_square(from, grid, to, |from, to| {
             for (i, row) in from.chunks_exact(SIDE).enumerate() {
                 to.iter_mut().skip(i).step_by(SIDE).zip(row).for_each(|(to, &x)| *to = x);
             }
@@ -20,7 +20,8 @@ pub(crate) fn transpose(isa: Isa, from: &[bf16], (down, across): (usize, usize),
     }
 }
 
-/// The transpose of each square, in pairs of its rows: the right operand of a product with this matrix's transpose.
+/// Writes the transpose of each square in pairs of its rows: the right operand of a product with the transpose of this
+/// matrix.
 pub(crate) fn pairs(isa: Isa, from: &[bf16], to: &mut [Pair]) {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -46,16 +47,11 @@ fn each_pairs(from: &[bf16], to: &mut [Pair], transpose: impl Fn(&[bf16; SQUARE]
 
 /// Calls `transpose` with each square and its place in the transpose.
 #[inline(always)]
-fn each_square(
-    from: &[bf16],
-    (down, across): (usize, usize),
-    to: &mut [bf16],
-    transpose: impl Fn(&[bf16; SQUARE], &mut [bf16; SQUARE]),
-) {
+fn each_square(from: &[bf16], grid: Grid, to: &mut [bf16], transpose: impl Fn(&[bf16; SQUARE], &mut [bf16; SQUARE])) {
     let (from, to) = (from.as_chunks::<SQUARE>().0, to.as_chunks_mut::<SQUARE>().0);
-    for i in 0..down {
-        for j in 0..across {
-            transpose(&from[i * across + j], &mut to[j * down + i]);
+    for i in 0..grid.down {
+        for j in 0..grid.across {
+            transpose(&from[i * grid.across + j], &mut to[j * grid.down + i]);
         }
     }
 }
@@ -67,13 +63,13 @@ mod avx512 {
     use half::bf16;
     use pulp::x86::V4;
 
-    use super::{each_pairs, each_square, Pair, PAIRS, SIDE, SQUARE};
+    use super::{each_pairs, each_square, Grid, Pair, PAIRS, SIDE, SQUARE};
 
+    /// The transpose of a matrix of squares.
     pub(super) struct Squares<'a> {
         pub(super) v: V4,
         pub(super) from: &'a [bf16],
-        pub(super) down: usize,
-        pub(super) across: usize,
+        pub(super) grid: Grid,
         pub(super) to: &'a mut [bf16],
     }
 
@@ -82,17 +78,18 @@ mod avx512 {
 
         #[inline(always)]
         fn call(self) {
-            let Squares { v, from, down, across, to } = self;
+            let Squares { v, from, grid, to } = self;
             each_square(
                 from,
-                (down, across),
+                grid,
                 to,
                 #[inline(always)]
-                |from, to| square(v, from, to),
+                |from, to| transpose_square(v, from, to),
             );
         }
     }
 
+    /// The transpose of each square, in pairs of its rows.
     pub(super) struct Pairs<'a> {
         pub(super) v: V4,
         pub(super) from: &'a [bf16],
@@ -125,9 +122,9 @@ mod avx512 {
         }
     }
 
-    /// Two rows at a time become rows of pairs, which are transposed as numbers of 32 bits.
+    /// Transposes a square. Two rows at a time become rows of pairs, which are transposed as numbers of 32 bits.
     #[inline(always)]
-    fn square(v: V4, from: &[bf16; SQUARE], to: &mut [bf16; SQUARE]) {
+    fn transpose_square(v: V4, from: &[bf16; SQUARE], to: &mut [bf16; SQUARE]) {
         let mut low = [pulp::cast([0u32; 16]); SIDE / 2];
         let mut high = low;
         for i in 0..SIDE / 2 {
@@ -144,6 +141,7 @@ mod avx512 {
         }
     }
 
+    /// Loads a row of a square.
     #[inline(always)]
     fn load(from: &[bf16]) -> __m512i {
         let mut bits = [0u16; SIDE];
@@ -153,6 +151,7 @@ mod avx512 {
         pulp::cast(bits)
     }
 
+    /// Stores a row of a square.
     #[inline(always)]
     fn store(x: __m512i, to: &mut [bf16]) {
         let bits: [u16; SIDE] = pulp::cast(x);
@@ -161,7 +160,7 @@ mod avx512 {
         }
     }
 
-    /// The transpose of 16 x 16 numbers of 32 bits: first within lanes of 128 bits, then of lanes.
+    /// Returns the transpose of 16 x 16 numbers of 32 bits: first within lanes of 128 bits, then of these lanes.
     #[inline(always)]
     fn transposed(v: V4, rows: [__m512i; 16]) -> [__m512i; 16] {
         let f = v.avx512f;
@@ -177,8 +176,9 @@ mod avx512 {
             quads[4 * i + 2] = f._mm512_unpacklo_epi64(p[1], p[3]);
             quads[4 * i + 3] = f._mm512_unpackhi_epi64(p[1], p[3]);
         }
-        /// Of two vectors, the lanes 0 and 2, or 1 and 3, of each.
+        /// Selects the lanes 0 and 2 of each of two vectors.
         const EVEN: i32 = 0x88;
+        /// Selects the lanes 1 and 3.
         const ODD: i32 = 0xdd;
         for c in 0..4 {
             let first = f._mm512_shuffle_i32x4::<EVEN>(quads[c], quads[4 + c]);
@@ -217,10 +217,10 @@ mod tests {
     #[test]
     fn rows_become_columns() {
         for isa in Isa::available() {
-            let (down, across) = (2, 3);
-            let from: Vec<bf16> = (0..SQUARE * down * across).map(|i| bf16::from_bits(i as u16)).collect();
+            let grid @ Grid { down, across } = Grid { down: 2, across: 3 };
+            let from: Vec<bf16> = (0..grid.elements()).map(|i| bf16::from_bits(i as u16)).collect();
             let mut to = vec![bf16::ZERO; from.len()];
-            transpose(isa, &from, (down, across), &mut to);
+            transpose(isa, &from, grid, &mut to);
             let at = |row: usize, column: usize, across: usize| {
                 (row / SIDE * across + column / SIDE) * SQUARE + row % SIDE * SIDE + column % SIDE
             };

@@ -1,9 +1,6 @@
-//! The unit that multiplies squares, and its choice.
+//! The units that multiply squares, and the choice among them.
 
-use half::bf16;
-
-use super::product::{steps, Operand, TileProduct, PAIRS, SIDE, SQUARE};
-use super::rounding::Pair;
+use super::product::{steps, Operand, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::vector::simd::Isa;
 use crate::backend::plan::Kernels;
 use crate::error::Result;
@@ -14,30 +11,36 @@ pub(crate) enum TileUnit {
     /// Intel AMX, on x86-64.
     #[cfg(target_arch = "x86_64")]
     Amx(super::amx::Amx),
-    /// AVX512-BF16, on x86-64: vectors do the unit's work.
+    /// AVX512-BF16, on x86-64, whose vectors do the work of a unit.
     #[cfg(target_arch = "x86_64")]
     Bf16Dots(super::dots::Bf16Dots),
-    /// The numbers of AMX, bit for bit, without the unit.
+    /// A computation that has the results of AMX, bit for bit, without the unit.
     #[cfg(any(test, not(target_arch = "x86_64")))]
     #[cfg_attr(not(test), allow(dead_code))]
     Emulated,
 }
 
 impl TileUnit {
-    /// The unit that serves products: the fastest, or the one that `MOS_HEAD_SIMD` selects.
+    /// Returns the unit that serves products: the fastest, or the one that `MOS_HEAD_SIMD` selects; `None` if vectors
+    /// serve them.
+    ///
+    /// # Errors
+    ///
+    /// If `MOS_HEAD_SIMD` selects a unit that this machine lacks.
     pub(crate) fn detected() -> Result<Option<Self>> {
         let units = Self::available(Isa::detected()?);
         let Some(name) = Isa::selected() else { return Ok(units.into_iter().find(|unit| unit.beats_vectors())) };
         match units.into_iter().find(|unit| unit.kernels().to_string() == name) {
             Some(unit) => Ok(Some(unit)),
-            None if Kernels::OF_TILES.iter().any(|kernels| kernels.to_string() == name) => {
+            None if Kernels::WITH_TILES.iter().any(|kernels| kernels.to_string() == name) => {
                 Err(Isa::lacking(name.to_owned()))
             }
             None => Ok(None),
         }
     }
 
-    /// The units of this machine, the best first, if kernels with vectors of 512 bits prepare their operands.
+    /// Returns the units of this machine, the fastest first. Their operands are prepared by vectors of 512 bits:
+    /// without these, there are none.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn available(isa: Isa) -> Vec<Self> {
         if !isa.prepares_tiles() {
@@ -47,13 +50,14 @@ impl TileUnit {
         amx.into_iter().chain(super::dots::Bf16Dots::detect().map(TileUnit::Bf16Dots)).collect()
     }
 
-    /// There are none.
+    /// Returns no units: this architecture has none.
     #[cfg(not(target_arch = "x86_64"))]
     pub(crate) fn available(_: Isa) -> Vec<Self> {
         Vec::new()
     }
 
-    /// Whether its products are worth the rounding of their operands.
+    /// Returns whether its products are so much faster than those of vectors that rounding their operands is
+    /// worthwhile.
     fn beats_vectors(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -62,6 +66,7 @@ impl TileUnit {
         }
     }
 
+    /// Returns the kernels that a plan with this unit has.
     pub(crate) fn kernels(self) -> Kernels {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -70,16 +75,10 @@ impl TileUnit {
         }
     }
 
-    /// Computes `to = left right`, rows of `width` numbers, of `depth` squares: left `[square of rows][square]`, right in
-    /// pairs of rows `[square of columns][pair][SIDE]`. The right operand of each part of the depth stays in the
-    /// first-level cache.
-    pub(crate) fn multiply_squares(
-        self,
-        (left, right): (&[bf16], &[Pair]),
-        depth: usize,
-        to: &mut [f32],
-        (rows, width): (usize, usize),
-    ) {
+    /// Computes the product. It sums over so many squares at a time that their right operand stays in the first-level
+    /// cache.
+    pub(crate) fn multiply_squares(self, product: SquareProduct<'_>) {
+        let SquareProduct { left, right, depth, to, rows, width } = product;
         for steps in steps(0..depth) {
             self.multiply(TileProduct {
                 left: Operand {
@@ -99,7 +98,7 @@ impl TileUnit {
                 to_row: width,
                 rows,
                 columns: width / SIDE,
-                add: steps.start > 0,
+                is_added: steps.start > 0,
             });
         }
     }
@@ -123,11 +122,21 @@ impl TileUnit {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rounding;
+    use half::bf16;
+
+    use super::super::rounding::{self, Pair};
     use super::*;
 
-    /// Numbers of all magnitudes, with subnormal ones, infinities and NaN if they are `odd`.
-    fn numbers(n: usize, seed: u32, odd: bool) -> Vec<f32> {
+    /// The squares of a product.
+    #[derive(Clone, Copy, Debug)]
+    struct Shape {
+        rows: usize,
+        columns: usize,
+        steps: usize,
+    }
+
+    /// Numbers of all magnitudes, among them subnormal ones, infinities and NaN if `has_special`.
+    fn numbers(n: usize, seed: u32, has_special: bool) -> Vec<f32> {
         let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
         let mut next = move || {
             state ^= state << 13;
@@ -137,7 +146,7 @@ mod tests {
         };
         let number = |_| {
             let bits = next();
-            match (odd, bits % 257) {
+            match (has_special, bits % 257) {
                 (true, 0) => f32::INFINITY,
                 (true, 1) => f32::NAN,
                 (true, 2..20) => f32::from_bits(bits % (1 << 23)),
@@ -149,18 +158,21 @@ mod tests {
         (0..n).map(number).collect()
     }
 
-    /// The results on a unit, from operands with gaps between their rows.
-    fn product(unit: TileUnit, (rows, columns, steps): (usize, usize, usize), add: bool, odd: bool) -> Vec<u32> {
+    /// The bits of a product on a unit, of operands with gaps between their rows. `has_special` is that of `numbers`.
+    fn product(unit: TileUnit, shape: Shape, is_added: bool, has_special: bool) -> Vec<u32> {
+        let Shape { rows, columns, steps } = shape;
         let depth = SIDE * steps + 2;
-        let left: Vec<bf16> =
-            numbers(SIDE * rows * depth, 1, odd).into_iter().map(|x| rounding::bf16_of(rounding::bits(x))).collect();
+        let left: Vec<bf16> = numbers(SIDE * rows * depth, 1, has_special)
+            .into_iter()
+            .map(|x| rounding::bf16_from_bits(rounding::bits(x)))
+            .collect();
         let across = SIDE * columns + 3;
-        let right: Vec<Pair> = numbers(2 * PAIRS * steps * across, 2, odd)
+        let right: Vec<Pair> = numbers(2 * PAIRS * steps * across, 2, has_special)
             .chunks_exact(2)
             .map(|pair| rounding::pair(rounding::bits(pair[0]), rounding::bits(pair[1])))
             .collect();
         let to_row = SIDE * columns + 1;
-        let mut to = numbers(SIDE * rows * to_row, 3, odd);
+        let mut to = numbers(SIDE * rows * to_row, 3, has_special);
         unit.multiply(TileProduct {
             left: Operand { values: &left, row: depth, step: SIDE, square: SIDE * depth },
             right: Operand { values: &right, row: across, step: PAIRS * across, square: SIDE },
@@ -169,7 +181,7 @@ mod tests {
             to_row,
             rows,
             columns,
-            add,
+            is_added,
         });
         to.into_iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
     }
@@ -181,10 +193,12 @@ mod tests {
             println!("this machine has no AMX");
             return;
         };
-        for shape in [(1, 1, 1), (2, 1, 3), (1, 3, 2), (3, 2, 9)] {
-            for (add, odd) in [(false, false), (true, false), (false, true), (true, true)] {
-                let (found, expected) = (product(unit, shape, add, odd), product(TileUnit::Emulated, shape, add, odd));
-                assert!(found == expected, "{shape:?} {add} {odd}");
+        for [rows, columns, steps] in [[1, 1, 1], [2, 1, 3], [1, 3, 2], [3, 2, 9]] {
+            let shape = Shape { rows, columns, steps };
+            for (is_added, has_special) in [(false, false), (true, false), (false, true), (true, true)] {
+                let found = product(unit, shape, is_added, has_special);
+                let expected = product(TileUnit::Emulated, shape, is_added, has_special);
+                assert!(found == expected, "{shape:?} {is_added} {has_special}");
             }
         }
     }
@@ -196,18 +210,18 @@ mod tests {
     }
 
     fn equals_sums_in_f64(unit: TileUnit) {
-        let (rows, columns, steps) = (2, 3, 2);
-        let found = product(unit, (rows, columns, steps), true, false);
+        let shape @ Shape { rows, columns, steps } = Shape { rows: 2, columns: 3, steps: 2 };
+        let found = product(unit, shape, true, false);
         let start = numbers(SIDE * rows * (SIDE * columns + 1), 3, false);
-        let rounded = |x: f32| f64::from(rounding::bf16_of(rounding::bits(x)).to_f32());
+        let rounded = |x: f32| f64::from(rounding::bf16_from_bits(rounding::bits(x)).to_f32());
         let (depth, across) = (SIDE * steps + 2, SIDE * columns + 3);
         let left = numbers(SIDE * rows * depth, 1, false);
         let right = numbers(2 * PAIRS * steps * across, 2, false);
         for i in 0..SIDE * rows {
             for j in 0..SIDE * columns {
-                let of = |k: usize| rounded(left[i * depth + k]) * rounded(right[2 * (k / 2 * across + j) + k % 2]);
+                let term = |k: usize| rounded(left[i * depth + k]) * rounded(right[2 * (k / 2 * across + j) + k % 2]);
                 let at = i * (SIDE * columns + 1) + j;
-                let expected: f64 = f64::from(start[at]) + (0..SIDE * steps).map(of).sum::<f64>();
+                let expected: f64 = f64::from(start[at]) + (0..SIDE * steps).map(term).sum::<f64>();
                 let found = f32::from_bits(found[at]);
                 assert!((f64::from(found) - expected).abs() < 1e-5, "{unit:?} {i} {j}: {found} {expected}");
             }

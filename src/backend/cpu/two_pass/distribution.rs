@@ -1,40 +1,53 @@
-//! Decoding: the distribution of one position, computed tile by tile from its rows of logits.
+//! Decoding: queries read the distribution of each position, which is computed tile by tile from its rows of logits.
 
-use super::mix::{largest_term, mix_register};
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::first_product::FirstProduct;
+use super::mix::{largest_term, least_term, mix_register};
+use super::passes::TwoPasses;
+use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::vector::log_sum_exp::{defect_of, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
-use crate::backend::distribution::{Defect, Distribution, TILE};
+use crate::backend::distribution::{Defect, Distribution, Visit, TILE};
+use crate::backend::operands::Sizes;
+use crate::error::Result;
 
 /// The K rows of logits of one position.
-pub(super) struct PositionRows<'a, F> {
-    /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity
+struct PositionRows<'a, F> {
+    /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity.
     rows: &'a [F],
     stride: usize,
     vocab: usize,
-    /// `[K]`: the largest logit of the row, and its `log_scale` as in `Components`
+    /// `[K]`: the largest logit of the row, and its `log_scale` as in `Components`.
     components: Vec<(F, F)>,
     defect: Option<Defect>,
     isa: Isa,
 }
 
-impl<'a, F: Float> PositionRows<'a, F> {
-    pub(super) fn new(
-        rows: &'a [F],
-        stride: usize,
-        vocab: usize,
-        lse: &[LogSumExp<F>],
-        log_priors: &[F],
-        isa: Isa,
-    ) -> Self {
-        let component = |(lse, &log_prior): (&LogSumExp<F>, &F)| (lse.largest, log_prior - lse.log_sum);
-        let defect = defect_of(lse.iter().copied().zip(log_priors.iter().copied()));
+impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
+    /// Runs a query on the distribution of each of the chunk's positions.
+    pub(crate) fn visit_rows<V: Visit>(&self, positions: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
+        let first = positions.start;
+        let visit_position = |position: usize| visit.visit(position, &self.position_rows(position, position - first));
+        V::answers(positions.into_par_iter().map(visit_position))
+    }
+
+    /// Returns the rows of a position, which is the i-th of the chunk.
+    fn position_rows(&self, position: usize, i: usize) -> PositionRows<'_, T::Acc> {
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let rows = i * components..(i + 1) * components;
+        let log_priors = &self.inputs.log_priors[position * components..][..components];
+        let lse = &self.lse[rows.clone()];
+        let component = |(lse, &log_prior): (&LogSumExp<T::Acc>, &T::Acc)| (lse.largest, log_prior - lse.log_sum);
         PositionRows {
-            rows,
-            stride,
+            rows: &self.logits[rows.start * self.stride..rows.end * self.stride],
+            stride: self.stride,
             vocab,
             components: lse.iter().zip(log_priors).map(component).collect(),
-            defect,
-            isa,
+            defect: defect_of(lse.iter().copied().zip(log_priors.iter().copied())),
+            isa: self.inputs.isa,
         }
     }
 }
@@ -51,7 +64,7 @@ impl<F: Float> Distribution<F> for PositionRows<'_, F> {
     fn tile<'b>(&'b self, tile: usize, floor: F, buffer: &'b mut Vec<F>) -> &'b [F] {
         let ids = TILE.min(self.vocab - tile * TILE);
         buffer.resize(ids.next_multiple_of(ROW_ALIGN), F::zero());
-        F::dispatch(self.isa, MixTile { of: self, first: tile * TILE, floor, to: buffer });
+        F::dispatch(self.isa, MixTile { position: self, first: tile * TILE, floor, to: buffer });
         &buffer[..ids]
     }
 
@@ -63,10 +76,12 @@ impl<F: Float> Distribution<F> for PositionRows<'_, F> {
     }
 }
 
-/// `log p(v)` of the ids of one tile.
+/// The kernel that computes `log p(v)` of the ids of one tile.
 struct MixTile<'a, F> {
-    of: &'a PositionRows<'a, F>,
+    position: &'a PositionRows<'a, F>,
+    /// The first id of the tile.
     first: usize,
+    /// A register of ids that are all below this log-probability becomes minus infinity.
     floor: F,
     to: &'a mut [F],
 }
@@ -76,12 +91,11 @@ impl<F: Float> Kernel<F> for MixTile<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let MixTile { of, first, floor, to } = self;
-        let stride = V::registers(&of.rows[..of.stride]).len();
-        let rows = V::registers(&of.rows[first..]);
-        let components = of.components.iter().copied();
-        // A sum of K terms is at most K times the largest; 1e-2 leaves room for rounding.
-        let least_term = floor - F::from_f64((of.components.len() as f64).ln() + 1e-2);
+        let MixTile { position, first, floor, to } = self;
+        let stride = V::registers(&position.rows[..position.stride]).len();
+        let rows = V::registers(&position.rows[first..]);
+        let components = position.components.iter().copied();
+        let least_term = least_term(floor, position.components.len());
         for (i, log_p) in V::registers_mut(to).iter_mut().enumerate() {
             let largest = largest_term(v, &rows[i..], stride, components.clone());
             *log_p = if v.largest(largest) < least_term {

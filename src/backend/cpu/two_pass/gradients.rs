@@ -11,17 +11,17 @@ use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::{DecoderMatrix, DecoderView, View, ViewMut};
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
 
-/// Ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. The AVX-512
-/// kernel computes 48 at a time, which divides this number.
+/// The number of ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. The
+/// number is a multiple of 48, as the AVX-512 kernel computes 48 ids at a time.
 pub(super) const VOCAB_TILE: usize = 384;
-/// Maximum rows per tile of the second product.
+/// The most rows per tile of the second product.
 const ROW_TILE: usize = 256;
-/// Maximum columns of the decoder per tile of the first and second product. Narrower tiles read rows in short pieces.
+/// The most columns of the decoder per tile of the second product. Narrower tiles read rows in short pieces.
 const CONTEXT_TILE: usize = 512;
-/// Minimum rows and columns of a tile of the second product, which is not cut further.
+/// The least rows and columns of a tile of the second product, which is not cut further.
 const LEAST_PART: usize = 64;
 
-/// `dst = lhs rhs`, or `dst += lhs rhs`, on the calling thread.
+/// Computes `dst = lhs rhs`, or, if it is to `accumulate`, `dst += lhs rhs`, on the calling thread.
 pub(super) fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, F>, rhs: View<'_, F>) {
     assert!(dst.rows == lhs.rows && dst.cols == rhs.cols && lhs.cols == rhs.rows);
     // SAFETY: the views' constructors check that all elements lie in borrowed slices, `dst` is a unique borrow, and the
@@ -51,7 +51,7 @@ pub(super) fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs
     }
 }
 
-/// Second product: `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
+/// Computes the second product, `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
 pub(super) fn context_gradient<T: Element>(
     gradient: &mut [T::Acc],
     d: usize,
@@ -60,14 +60,14 @@ pub(super) fn context_gradient<T: Element>(
     decoder: DecoderView<'_, T>,
 ) {
     let rows = gradient.len() / d;
-    for (columns, matrix) in decoder.parts() {
+    for (columns, matrix) in decoder.matrices() {
         let gradient = &mut gradient[columns.start.min(rows * d)..];
-        of_columns(ViewMut::new(gradient, rows, columns.len(), d), logit_gradient, stride, matrix);
+        part_gradient(ViewMut::new(gradient, rows, columns.len(), d), logit_gradient, stride, matrix);
     }
 }
 
-/// The second product for a part of the decoder.
-fn of_columns<T: Element>(
+/// Computes the second product for a part of the decoder, the weight or the adapter.
+fn part_gradient<T: Element>(
     gradient: ViewMut<'_, T::Acc>,
     logit_gradient: &[T::Acc],
     stride: usize,
@@ -100,7 +100,8 @@ fn of_columns<T: Element>(
     );
 }
 
-/// Third product: `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`.
+/// Computes the third product, `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`. It adds to the
+/// gradient if this is started.
 pub(super) fn decoder_gradient<F: Float>(
     gradient: &mut ColumnGradient<F>,
     logit_gradient: &[F],
@@ -120,9 +121,9 @@ pub(super) fn decoder_gradient<F: Float>(
     *is_started = true;
 }
 
-/// Columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are at least `least_parts`
-/// of them unless they would be narrower than [`LEAST_PART`].
-pub(super) fn context_tile(d: usize, least_parts: usize) -> usize {
+/// Returns the number of columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are at
+/// least `least_parts` of them, unless they would be narrower than [`LEAST_PART`].
+fn context_tile(d: usize, least_parts: usize) -> usize {
     let parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART).min(least_parts));
     d.div_ceil(parts).next_multiple_of(ROW_ALIGN)
 }

@@ -1,87 +1,74 @@
-//! The mixture's log-probability of every id of one position, from its K rows of logits.
+//! The mixture's log-probability of every id of one position, from its K rows of logits, and functions of all ids: the
+//! tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`, its entropy, and the mass outside candidates.
 
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::vector::math::{exp, ln, not_negative};
-use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::cpu::vector::simd::{Float, Vector};
 use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The logits of one position.
 pub(super) struct PositionLogits<'a, F> {
-    /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity
+    /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity.
     pub(super) rows: &'a mut [F],
     pub(super) stride: usize,
     pub(super) vocab: usize,
-    /// `[K]`
+    /// `[K]`.
     pub(super) lse: &'a [LogSumExp<F>],
-    /// `[K]`
+    /// `[K]`.
     pub(super) log_priors: &'a [F],
     pub(super) softcap: Option<Softcap<F>>,
 }
 
-/// Buffers that a thread reuses for every position.
+/// The buffers that a thread reuses for every position.
 pub(super) struct Scratch<F> {
     pub(super) components: Components<F>,
-    /// `[stride]`: log p(v)
+    /// `[stride]`: `log p(v)`.
     pub(super) log_probs: Vec<F>,
-    /// `[stride]`: the largest of log(pi_k p_k(v)) over k, subtracted before exponentiation
+    /// `[stride]`: the largest of `log(pi_k p_k(v))` over k, which is subtracted before exponentiation.
     pub(super) reference: Vec<F>,
-    /// `[stride]`: soft_v over the sum of pi_k p_k(v) / exp(reference_v), so that soft_v r_k(v) = share_v pi_k p_k(v) /
-    /// exp(reference_v)
+    /// `[stride]`: `soft_v` over the sum of `pi_k p_k(v) / exp(reference_v)`, so that `soft_v r_k(v) = share_v pi_k p_k(v)
+    /// / exp(reference_v)`.
     pub(super) share: Vec<F>,
-    /// The candidates and their masses
+    /// The candidates and their masses.
     pub(super) candidates: Vec<(usize, F)>,
 }
 
 impl<F: Float> Scratch<F> {
-    /// Buffers for rows of `stride` elements; the ones that the task does not need are empty.
-    pub(super) fn new(components: usize, stride: usize, all_ids: bool, soft_targets: bool) -> Self {
+    /// Allocates buffers for rows of `stride` elements. The row of log-probabilities is empty unless the task
+    /// `needs_all_ids`, and the other two unless it `has_soft_targets`.
+    pub(super) fn new(components: usize, stride: usize, needs_all_ids: bool, has_soft_targets: bool) -> Self {
         let row = |is_needed| vec![F::zero(); if is_needed { stride } else { 0 }];
         let components = Components::new(components);
-        let (log_probs, reference, share) = (row(all_ids), row(soft_targets), row(soft_targets));
+        let (log_probs, reference, share) = (row(needs_all_ids), row(has_soft_targets), row(has_soft_targets));
         Scratch { components, log_probs, reference, share, candidates: Vec::new() }
     }
 }
 
-/// The log-probabilities of one position, written to `scratch.log_probs`.
-pub(super) struct LogProbRows<'a, F> {
-    pub(super) logits: PositionLogits<'a, F>,
-    pub(super) scratch: &'a mut Scratch<F>,
-}
-
-impl<F: Float> Kernel<F> for LogProbRows<'_, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<V: Vector<F>>(self, v: V) {
-        self.scratch.components.set(self.logits.lse, self.logits.log_priors);
-        self.logits.mix(v, None, self.scratch);
-    }
-}
-
-/// The masses `soft_v` of ids.
+/// The masses `soft_v` of all ids.
 #[derive(Clone, Copy)]
 pub(super) enum IdMasses<'a, F> {
-    /// Padded with zeros
+    /// One number for each id, padded with zeros.
     Given(&'a [F]),
-    /// `Q(v) (constant + slope log Q(v))`, and of the ids outside the candidates a share of `outside` besides
-    OfProbability { tempered: Tempered<F>, constant: F, slope: F, outside: Option<(F, Outside<F>)> },
+    /// Each id's mass is `Q(v) (constant + slope log Q(v))`. The ids outside the candidates also share the first number of
+    /// `outside`.
+    FromProbability { tempered: Tempered<F>, constant: F, slope: F, outside: Option<(F, Outside<F>)> },
 }
 
 impl<F: Float> IdMasses<'_, F> {
-    /// The masses of the ids of register `i`, which have these log-probabilities.
+    /// Computes the masses of the ids of register `i`, which have these log-probabilities.
     #[inline(always)]
     pub(super) fn at<V: Vector<F>>(self, v: V, i: usize, log_p: V::Reg) -> V::Reg {
         match self {
             IdMasses::Given(masses) => V::registers(masses)[i],
-            IdMasses::OfProbability { tempered, constant, slope, outside } => {
+            IdMasses::FromProbability { tempered, constant, slope, outside } => {
                 let (log_q, q) = tempered.temper(v, log_p);
                 let mass = v.mul(q, v.mul_add(v.splat(slope), log_q, v.splat(constant)));
                 let zero = v.splat(F::zero());
                 let mass = v.if_equal(q, zero, zero, mass);
                 match outside {
-                    Some((of_all, outside)) => {
-                        v.mul_add(v.splat(of_all), outside.share(v, tempered.power, log_p), mass)
+                    Some((outside_mass, outside)) => {
+                        v.mul_add(v.splat(outside_mass), outside.share(v, tempered.power, log_p), mass)
                     }
                     None => mass,
                 }
@@ -90,7 +77,7 @@ impl<F: Float> IdMasses<'_, F> {
     }
 }
 
-/// `log Q(v) = power log p(v) - log_norm`
+/// The tempered distribution `log Q(v) = power log p(v) - log_norm`.
 #[derive(Clone, Copy)]
 pub(super) struct Tempered<F> {
     pub(super) power: F,
@@ -98,7 +85,8 @@ pub(super) struct Tempered<F> {
 }
 
 impl<F: Float> Tempered<F> {
-    /// The distribution of log-probabilities, which are padded with minus infinity; without a change for a power of one.
+    /// Tempers the distribution with these log-probabilities, which are padded with minus infinity. A power of one changes
+    /// nothing, and then the log-probabilities are not read.
     #[inline(always)]
     pub(super) fn new<V: Vector<F>>(v: V, log_probs: &[F], power: F) -> Self {
         if power == F::one() {
@@ -107,7 +95,7 @@ impl<F: Float> Tempered<F> {
         Tempered { power, log_norm: PowerSum::new(v, log_probs, power).value(power) }
     }
 
-    /// What remains of the distribution once the candidates' log-probabilities are minus infinity, which this sets.
+    /// Sets the candidates' log-probabilities to minus infinity, and adds up the other ids.
     #[inline(always)]
     pub(super) fn outside<V: Vector<F>>(
         self,
@@ -119,25 +107,25 @@ impl<F: Float> Tempered<F> {
         Outside(PowerSum::new(v, log_probs, self.power))
     }
 
-    /// The logarithm of the mass outside; at most zero.
+    /// Computes the logarithm of the mass outside; at most zero.
     pub(super) fn log_outside(self, outside: Outside<F>) -> F {
         // Not `neg`, which makes a minus zero.
         F::zero() - not_negative(self.log_norm - outside.0.value(self.power))
     }
 
-    /// `log Q(v)` of an id.
+    /// Computes `log Q(v)` of an id.
     pub(super) fn log_prob(self, log_p: F) -> F {
         self.power * log_p - self.log_norm
     }
 
-    /// `log Q(v)` and `Q(v)`
+    /// Computes `log Q(v)` and `Q(v)` of the ids of a register.
     #[inline(always)]
     fn temper<V: Vector<F>>(self, v: V, log_p: V::Reg) -> (V::Reg, V::Reg) {
         let log_q = v.sub(v.mul(log_p, v.splat(self.power)), v.splat(self.log_norm));
         (log_q, exp(v, log_q))
     }
 
-    /// `-sum_v Q(v) log Q(v)`, from 0 to `ln vocab` whatever the rounding.
+    /// Computes `-sum_v Q(v) log Q(v)`, from 0 to `ln vocab` whatever the rounding.
     #[inline(always)]
     pub(super) fn entropy<V: Vector<F>>(self, v: V, log_probs: &[F], vocab: usize) -> F {
         let mut sum = v.splat(F::zero());
@@ -149,17 +137,17 @@ impl<F: Float> Tempered<F> {
     }
 }
 
-/// The ids outside the candidates.
+/// The sum over the ids outside the candidates.
 #[derive(Clone, Copy)]
 pub(super) struct Outside<F>(PowerSum<F>);
 
 impl<F: Float> Outside<F> {
-    /// Whether no id has a probability.
+    /// Returns whether no id has a probability.
     pub(super) fn is_empty(self) -> bool {
         self.0.log_sum == F::neg_infinity()
     }
 
-    /// `Q(v) / Q(outside)`, from the logarithm of its parts: both may be below the smallest number.
+    /// Computes `Q(v) / Q(outside)` from the logarithms of both, which may be below the smallest number themselves.
     #[inline(always)]
     fn share<V: Vector<F>>(self, v: V, power: F, log_p: V::Reg) -> V::Reg {
         let relative = v.mul(v.sub(log_p, v.splat(self.0.largest)), v.splat(power));
@@ -170,13 +158,14 @@ impl<F: Float> Outside<F> {
 /// `sum_v p(v)^power`, relative to the largest.
 #[derive(Clone, Copy)]
 struct PowerSum<F> {
-    /// The largest log-probability; zero if all are minus infinity
+    /// The largest log-probability; zero if all are minus infinity.
     largest: F,
-    /// The logarithm of the sum over `exp(power largest)`
+    /// The logarithm of the sum, divided by `exp(power largest)`.
     log_sum: F,
 }
 
 impl<F: Float> PowerSum<F> {
+    /// Adds up the powers of the probabilities.
     #[inline(always)]
     fn new<V: Vector<F>>(v: V, log_probs: &[F], power: F) -> Self {
         let mut largest = v.splat(F::neg_infinity());
@@ -192,23 +181,23 @@ impl<F: Float> PowerSum<F> {
         PowerSum { largest, log_sum: v.sum(sum).ln() }
     }
 
-    /// The logarithm of the sum.
+    /// Returns the logarithm of the sum.
     fn value(self, power: F) -> F {
         self.largest * power + self.log_sum
     }
 }
 
-/// `q log q`, which is zero for `q` of zero.
+/// Computes `q log q`, which is zero for a `q` of zero.
 #[inline(always)]
 fn product<F: Float, V: Vector<F>>(v: V, q: V::Reg, log_q: V::Reg) -> V::Reg {
     let zero = v.splat(F::zero());
     v.if_equal(q, zero, zero, v.mul(q, log_q))
 }
 
-/// An entropy that rounding has not moved beyond 0 or `ln vocab`; NaN stays NaN.
+/// Bounds an entropy, which rounding may have moved beyond 0 or `ln vocab`; NaN stays NaN.
 fn within_bounds<F: Float>(entropy: F, vocab: usize) -> F {
     match (entropy, F::from_f64((vocab as f64).ln())) {
-        // Minus zero too.
+        // Minus zero becomes zero, too.
         (x, _) if x <= F::zero() => F::zero(),
         (x, most) if x > most => most,
         (x, _) => x,
@@ -216,7 +205,7 @@ fn within_bounds<F: Float>(entropy: F, vocab: usize) -> F {
 }
 
 impl<F: Float> PositionLogits<'_, F> {
-    /// `-sum_v p(v) log p(v)`, in one pass over the logits.
+    /// Computes `-sum_v p(v) log p(v)`, in one pass over the logits.
     #[inline(always)]
     pub(super) fn entropy<V: Vector<F>>(&self, v: V, scratch: &Scratch<F>) -> F {
         let (rows, components) = (V::registers(self.rows), scratch.components.scales());
@@ -230,7 +219,7 @@ impl<F: Float> PositionLogits<'_, F> {
         within_bounds(-v.sum(sum), self.vocab)
     }
 
-    /// Computes `log p(v)` for every id and, for soft targets, its `reference` and `share`.
+    /// Computes `log p(v)` of every id and, if there are soft masses, its `reference` and `share`.
     #[inline(always)]
     pub(super) fn mix<V: Vector<F>>(&self, v: V, soft: Option<IdMasses<'_, F>>, scratch: &mut Scratch<F>) {
         let rows = V::registers(self.rows);
@@ -253,8 +242,15 @@ impl<F: Float> PositionLogits<'_, F> {
     }
 }
 
-/// The largest of `log(pi_k p_k(v))` for the ids of one register, from the logits of K components, `stride` registers
-/// apart. `components` yields the largest logit and the `log_scale` of each.
+/// Returns a number below every term `log(pi_k p_k(v))` that matters for an id whose log-probability is at least
+/// `log_prob`.
+pub(super) fn least_term<F: Float>(log_prob: F, components: usize) -> F {
+    // A sum of K terms is at most K times the largest; 1e-2 leaves room for rounding.
+    log_prob - F::from_f64((components as f64).ln() + 1e-2)
+}
+
+/// Computes the largest of `log(pi_k p_k(v))` for the ids of one register, from the logits of K components, `stride`
+/// registers apart. `components` yields the largest logit and the `log_scale` of each.
 #[inline(always)]
 pub(super) fn largest_term<F: Float, V: Vector<F>>(
     v: V,
@@ -270,8 +266,8 @@ pub(super) fn largest_term<F: Float, V: Vector<F>>(
     largest
 }
 
-/// For the ids of one register: `log p(v)`, the reference that is subtracted from its terms, and the sum of their
-/// exponentials.
+/// Computes, for the ids of one register, `log p(v)`, the reference that is subtracted from its terms, and the sum of their
+/// exponentials. `largest` is from [`largest_term`].
 #[inline(always)]
 pub(super) fn mix_register<F: Float, V: Vector<F>>(
     v: V,

@@ -1,10 +1,10 @@
-//! The row kernel between the products: the loss of one position from its K rows of logits, and their gradient, written
-//! over them. The equations are in `components`.
+//! The row kernel between the products. It computes the loss of one position from its K rows of logits, and writes their
+//! gradient over them. The equations are in `objective/components.rs`.
 
 use super::mix::{IdMasses, PositionLogits, Scratch, Tempered};
 use super::rank_sums::RankTerms;
-use super::single_softmax::{single_gradient, single_sums};
-use crate::backend::cpu::objective::components::{PositionLoss, ScoreUpstream, Soft, Target};
+use super::single_softmax::{single_gradient, single_sums, GradientFactors};
+use crate::backend::cpu::objective::components::{PositionLoss, ScoreUpstream, SoftMasses, Target};
 use crate::backend::cpu::vector::math::{exp, flushed, weighted};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::vector::softcap::Softcap;
@@ -12,24 +12,24 @@ use crate::backend::shard::ELSEWHERE;
 
 /// The destinations and factors of the gradients of one position.
 pub(super) struct RowGradients<'a, F> {
-    /// Factor of the position's objective.
+    /// The factor of the position's objective.
     pub(super) scale: F,
-    /// Factor of contexts and bias in the logits.
+    /// The factor of contexts and bias in the logits.
     pub(super) logit_scale: F,
-    /// `[K]`
+    /// `[K]`.
     pub(super) log_priors: &'a mut [F],
-    /// `[stride]`, accumulated
+    /// `[stride]`: the sum to which the kernel adds.
     pub(super) bias: Option<&'a mut [F]>,
-    /// `[K]`: whether the row of logits now holds a gradient that is not all zeros
+    /// `[K]`: whether the row of logits now holds a gradient that is not all zeros.
     pub(super) live: &'a mut [bool],
 }
 
-/// The objective of one position; its gradient replaces the logits.
+/// The kernel that computes the objective of one position, and replaces the logits by its gradient.
 pub(super) struct LossRows<'a, F> {
     pub(super) logits: PositionLogits<'a, F>,
     pub(super) target: Target<'a, F>,
-    /// If other ranks have the rest of the vocabulary: what all ids of the position add up to
-    pub(super) of_ranks: Option<RankTerms<'a, F>>,
+    /// The position's sums over all ids, if ranks share the vocabulary.
+    pub(super) rank_terms: Option<RankTerms<'a, F>>,
     pub(super) gradients: Option<RowGradients<'a, F>>,
     pub(super) scratch: &'a mut Scratch<F>,
 }
@@ -39,56 +39,56 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> PositionLoss {
-        let LossRows { mut logits, target, of_ranks, gradients, scratch } = self;
+        let LossRows { mut logits, target, rank_terms, gradients, scratch } = self;
         scratch.components.set(logits.lse, logits.log_priors);
         scratch.candidates.clear();
         scratch.candidates.extend_from_slice(target.candidates);
         let masses = target.soft.map(|soft| logits.masses(v, soft, scratch));
-        // One component needs no shares; without the mass outside, no masses of single ids change.
+        // One component needs no shares, unless there is a mass outside, which changes the masses of the candidates.
         let single = masses.filter(|_| logits.log_priors.len() == 1 && target.outside == F::zero());
-        // The sums of ranks suffice without gradients.
-        let needs_shares = gradients.is_some() || of_ranks.is_none();
+        // If there are no gradients, the sums of the ranks suffice.
+        let needs_shares = gradients.is_some() || rank_terms.is_none();
         if masses.is_some() && single.is_none() && needs_shares {
             logits.mix(v, masses, scratch);
         }
         if target.outside != F::zero() {
-            // The soft masses are of the other ids alone.
+            // Only the other ids have soft masses.
             target.candidates.iter().for_each(|&(y, _)| scratch.share[y] = F::zero());
         }
 
         let own_logit = |k: usize, y: usize| logits.rows[k * logits.stride + y];
         let target_logit =
-            |k: usize, y: usize| of_ranks.map_or_else(|| own_logit(k, y), |of_ranks| of_ranks.target_logits[k]);
+            |k: usize, y: usize| rank_terms.map_or_else(|| own_logit(k, y), |terms| terms.target_logits[k]);
         let mut loss = scratch.components.hard_loss(&target, target_logit);
-        if let (true, Some((y, _))) = (target.terms.correct, target.hard) {
-            loss.is_correct = match of_ranks {
-                Some(of_ranks) => of_ranks.is_correct(),
+        if let (true, Some((y, _))) = (target.terms.needs_correct, target.hard) {
+            loss.is_correct = match rank_terms {
+                Some(rank_terms) => rank_terms.is_correct(),
                 None => logits.argmax_among(v, &[y], &scratch.components) == Some(y),
             };
         }
         let slope = |z| logits.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
         let candidate_logit = |k: usize, j: usize| own_logit(k, target.candidates[j].0);
         scratch.components.add_candidates(&scratch.candidates, candidate_logit, slope);
-        loss.objective += match (masses, of_ranks) {
+        loss.objective += match (masses, rank_terms) {
             (None, _) => 0.0,
-            (Some(_), Some(of_ranks)) => of_ranks.add_to(&mut scratch.components),
+            (Some(_), Some(rank_terms)) => rank_terms.add_to(&mut scratch.components),
             (Some(masses), None) => logits.add_masses(v, masses, single.is_some(), scratch),
         };
         if let Some(gradients) = gradients {
-            logits.gradient(v, (&target, single), gradients, scratch);
+            logits.gradient(v, &target, single, gradients, scratch);
         }
         loss
     }
 }
 
 impl<F: Float> PositionLogits<'_, F> {
-    /// The masses of all ids. If they depend on the whole distribution, this computes its log-probabilities. Masses of the
-    /// ids outside the candidates are not theirs: then the candidates get all of their own here.
+    /// Computes the masses of all ids, and, if these depend on the whole distribution, its log-probabilities. If there is a
+    /// mass outside, only the ids outside share it, and the candidates' masses get all of their own here.
     #[inline(always)]
-    fn masses<'m, V: Vector<F>>(&self, v: V, soft: Soft<'m, F>, scratch: &mut Scratch<F>) -> IdMasses<'m, F> {
+    fn masses<'m, V: Vector<F>>(&self, v: V, soft: SoftMasses<'m, F>, scratch: &mut Scratch<F>) -> IdMasses<'m, F> {
         match soft {
-            Soft::Given(masses) => IdMasses::Given(masses),
-            Soft::Scores { upstream: ScoreUpstream { log_probs, entropy, outside }, power } => {
+            SoftMasses::Given(masses) => IdMasses::Given(masses),
+            SoftMasses::Scores { upstream: ScoreUpstream { log_probs, entropy, outside }, power } => {
                 let (is_plain, zero) = (power == F::one(), F::zero());
                 if !is_plain || outside != zero {
                     self.mix(v, None, scratch);
@@ -110,29 +110,29 @@ impl<F: Float> PositionLogits<'_, F> {
                     let ids = tempered.outside(v, &mut scratch.log_probs, candidates);
                     others = (!ids.is_empty()).then_some((-power * outside, ids));
                 }
-                IdMasses::OfProbability { tempered, constant, slope, outside: others }
+                IdMasses::FromProbability { tempered, constant, slope, outside: others }
             }
         }
     }
 
-    /// Adds the masses of all ids to the components', and returns their objective. Unless the masses are a `single`
-    /// component's, the ids have their shares.
+    /// Adds the masses of all ids to the components', and returns the objective of these masses. The ids have their shares,
+    /// unless the component `is_single`.
     #[inline(always)]
     pub(super) fn add_masses<V: Vector<F>>(
         &self,
         v: V,
         masses: IdMasses<'_, F>,
-        single: bool,
+        is_single: bool,
         scratch: &mut Scratch<F>,
     ) -> f64 {
-        if single {
+        if is_single {
             let sums = single_sums(v, &self.rows[..self.stride], masses, &scratch.components);
             scratch.components.mass[0] += sums.mass;
             return sums.objective.f64();
         }
         for k in 0..self.log_priors.len() {
             let row = &self.rows[k * self.stride..][..self.stride];
-            let terms = RowTerms::new(k, scratch);
+            let terms = RowOperands::new(k, scratch);
             let mass = soft_mass(v, row, &terms);
             scratch.components.mass[k] += mass;
         }
@@ -145,12 +145,13 @@ impl<F: Float> PositionLogits<'_, F> {
         objective.f64()
     }
 
-    /// Writes the gradient over the logits.
+    /// Writes the gradient over the logits. `single` are the masses of all ids if the only component needs no shares.
     #[inline(always)]
     fn gradient<V: Vector<F>>(
         &mut self,
         v: V,
-        (target, single): (&Target<'_, F>, Option<IdMasses<'_, F>>),
+        target: &Target<'_, F>,
+        single: Option<IdMasses<'_, F>>,
         mut gradients: RowGradients<'_, F>,
         scratch: &Scratch<F>,
     ) {
@@ -172,15 +173,16 @@ impl<F: Float> PositionLogits<'_, F> {
                 continue;
             }
             let target_logit = target.hard.filter(|&(y, _)| y != ELSEWHERE).map(|(y, _)| (y, row[y]));
-            let terms = RowTerms {
+            let terms = RowOperands {
                 exp_scale: softmax_scale * (-lse.log_sum).exp(),
                 scale: logits_scale,
                 softcap: self.softcap.unwrap_or(Softcap::new(F::one())),
-                ..RowTerms::new(k, scratch)
+                ..RowOperands::new(k, scratch)
             };
             match (single, target.soft.is_some(), self.softcap.is_some()) {
                 (Some(masses), ..) => {
-                    single_gradient(v, row, masses, components, (terms.exp_scale, logits_scale), self.softcap)
+                    let factors = GradientFactors { exp_scale: terms.exp_scale, scale: logits_scale };
+                    single_gradient(v, row, masses, components, factors, self.softcap)
                 }
                 (None, false, false) => gradient_row::<false, false, F, V>(v, row, &terms),
                 (None, false, true) => gradient_row::<false, true, F, V>(v, row, &terms),
@@ -191,8 +193,8 @@ impl<F: Float> PositionLogits<'_, F> {
                 let slope = self.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
                 row[y] = flushed(row[y] - hard * slope);
             }
-            let of_row = components.candidate_masses.iter().skip(k).step_by(components.lse.len());
-            for (&(y, _), &mass) in target.candidates.iter().zip(of_row) {
+            let row_masses = components.candidate_masses.iter().skip(k).step_by(components.lse.len());
+            for (&(y, _), &mass) in target.candidates.iter().zip(row_masses) {
                 row[y] = flushed(row[y] - logits_scale * mass);
             }
             if let Some(bias) = gradients.bias.as_deref_mut() {
@@ -204,24 +206,25 @@ impl<F: Float> PositionLogits<'_, F> {
     }
 }
 
-/// The inputs of the gradient of one row other than its logits.
-struct RowTerms<'a, F> {
+/// The operands of the gradient of one row besides its logits.
+struct RowOperands<'a, F> {
     /// The largest logit.
     largest: F,
     log_scale: F,
     reference: &'a [F],
     share: &'a [F],
-    /// Factor of `exp(z - largest)`: `scale (R_k + 2 zeta lse_k / K)` over the sum of these exponentials.
+    /// The factor of `exp(z - largest)`: `scale (R_k + 2 zeta lse_k / K)` over the sum of these exponentials.
     exp_scale: F,
+    /// The factor of the soft masses.
     scale: F,
     softcap: Softcap<F>,
 }
 
-impl<'a, F: Float> RowTerms<'a, F> {
-    /// The terms of component `k`, without the factors of the gradient.
+impl<'a, F: Float> RowOperands<'a, F> {
+    /// Returns the operands of component `k`, for sums of masses: the gradient has other factors.
     #[inline(always)]
     fn new(k: usize, scratch: &'a Scratch<F>) -> Self {
-        RowTerms {
+        RowOperands {
             largest: scratch.components.lse[k].largest,
             log_scale: scratch.components.log_scale[k],
             reference: &scratch.reference,
@@ -233,12 +236,12 @@ impl<'a, F: Float> RowTerms<'a, F> {
     }
 }
 
-/// `z := exp_scale exp(z - largest) - scale soft_v r(v)`, times the slope of the softcap.
+/// Computes `z := exp_scale exp(z - largest) - scale soft_v r(v)`, times the slope of the softcap.
 #[inline(always)]
 fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
     v: V,
     row: &mut [F],
-    terms: &RowTerms<'_, F>,
+    terms: &RowOperands<'_, F>,
 ) {
     let (largest, exp_scale) = (v.splat(terms.largest), v.splat(terms.exp_scale));
     let (log_scale, scale) = (v.splat(terms.log_scale), v.splat(-terms.scale));
@@ -266,16 +269,16 @@ fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
     }
 }
 
-/// The exponential of a mixture term relative to the largest; zero where it is negligible.
+/// Computes the exponential of a mixture's term relative to the largest; it is zero where it is negligible.
 #[inline(always)]
 fn relative_term<F: Float, V: Vector<F>>(v: V, relative: V::Reg) -> V::Reg {
     let e = exp(v, relative);
     v.if_less(e, v.splat(F::LEAST_GRADIENT), v.splat(F::zero()), e)
 }
 
-/// `sum_v soft_v r(v)` of one row.
+/// Computes `sum_v soft_v r(v)` of one row.
 #[inline(always)]
-fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowTerms<'_, F>) -> F {
+fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowOperands<'_, F>) -> F {
     let (largest, log_scale) = (v.splat(terms.largest), v.splat(terms.log_scale));
     let (reference, share) = (V::registers(terms.reference), V::registers(terms.share));
     let mut sum = v.splat(F::zero());
@@ -292,7 +295,7 @@ mod tests {
     use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
     use crate::backend::cpu::vector::simd::Isa;
 
-    /// The gradient of one position with respect to the logits of its live rows, then to its log-priors.
+    /// Computes the gradient of one position by the logits of its live rows, and then by its log-priors.
     fn gradient<F: Float>(
         isa: Isa,
         rows: &mut [F],
@@ -307,12 +310,12 @@ mod tests {
         let mut live = vec![false; components];
         let kernel = LossRows {
             logits: PositionLogits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
-            of_ranks: None,
+            rank_terms: None,
             target: Target {
                 hard: Some((0, F::from_f64(0.9))),
                 candidates: &[],
                 outside: F::zero(),
-                soft: soft.map(Soft::Given),
+                soft: soft.map(SoftMasses::Given),
                 terms: Default::default(),
             },
             gradients: Some(RowGradients {

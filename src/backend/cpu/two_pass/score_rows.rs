@@ -1,54 +1,110 @@
-//! The scores of one position from its K rows of logits: log-probabilities of some ids, the entropy, and the logarithm
-//! of the mass outside these ids.
+//! The scores of a chunk's positions from their rows of logits: log-probabilities of candidates, the entropy, and the
+//! logarithm of the mass outside the candidates.
 
+use std::ops::Range;
+
+use candle_core::WithDType;
+use rayon::prelude::*;
+
+use super::first_product::FirstProduct;
 use super::mix::{PositionLogits, Scratch, Tempered};
+use super::passes::TwoPasses;
+use crate::backend::cpu::memory::zeros;
+use crate::backend::cpu::objective::listed_ids::Candidates;
+use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::vector::math::not_negative;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::objective::{Scored, POSITION_SCORES};
+use crate::backend::operands::Sizes;
 
-pub(super) struct ScoreRows<'a, F> {
-    pub(super) logits: PositionLogits<'a, F>,
-    pub(super) ids: &'a [usize],
+/// The kernel that computes the scores of one position.
+struct ScoreRow<'a, F> {
+    logits: PositionLogits<'a, F>,
+    /// The candidates.
+    ids: &'a [usize],
     /// The inverse of the temperature.
-    pub(super) power: F,
-    pub(super) entropy: bool,
-    pub(super) outside: bool,
-    /// Where the most probable of all ids is written if it is one of `ids`, if that is needed.
-    pub(super) argmax: Option<&'a mut Option<usize>>,
-    pub(super) scratch: &'a mut Scratch<F>,
-    /// `[ids + 2]`
-    pub(super) to: &'a mut [F],
+    power: F,
+    needs_entropy: bool,
+    needs_outside: bool,
+    /// The place for the most probable of all ids if it is a candidate; `None` if the caller does not need it.
+    argmax: Option<&'a mut Option<usize>>,
+    scratch: &'a mut Scratch<F>,
+    /// `[candidates + 2]`.
+    to: &'a mut [F],
 }
 
-impl<F: Float> Kernel<F> for ScoreRows<'_, F> {
+impl<F: Float> Kernel<F> for ScoreRow<'_, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let ScoreRows { logits, ids, power, entropy, outside, argmax, scratch, to } = self;
+        let ScoreRow { logits, ids, power, needs_entropy, needs_outside, argmax, scratch, to } = self;
         scratch.components.set(logits.lse, logits.log_priors);
         if let Some(argmax) = argmax {
             *argmax = logits.argmax_among(v, ids, &scratch.components);
         }
         let is_tempered = power != F::one();
-        if is_tempered || outside {
+        if is_tempered || needs_outside {
             logits.mix(v, None, scratch);
         }
         let tempered = Tempered::new(v, &scratch.log_probs, power);
-        let (of_ids, of_position) = to.split_at_mut(ids.len());
-        for (to, &id) in of_ids.iter_mut().zip(ids) {
+        let (log_probs, position_scores) = to.split_at_mut(ids.len());
+        for (to, &id) in log_probs.iter_mut().zip(ids) {
             let log_p = scratch.components.log_prob(|k| logits.rows[k * logits.stride + id]).value();
-            // Not `neg`, which makes a minus zero.
+            // `neg` would make a minus zero.
             *to = F::zero() - not_negative(-tempered.log_prob(log_p));
         }
-        of_position[0] = match (entropy, is_tempered) {
+        position_scores[0] = match (needs_entropy, is_tempered) {
             (true, true) => tempered.entropy(v, &scratch.log_probs, logits.vocab),
             (true, false) => logits.entropy(v, scratch),
             (false, _) => F::zero(),
         };
-        of_position[1] = if outside {
+        position_scores[1] = if needs_outside {
             tempered.log_outside(tempered.outside(v, &mut scratch.log_probs, ids.iter().copied()))
         } else {
             F::zero()
         };
+    }
+}
+
+impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
+    /// Computes the scores of the chunk's positions, `[positions, n + 2]`, and whether each candidate is the most probable
+    /// id, `[positions, n]`, or nothing if the caller does not ask for it.
+    pub(crate) fn score_rows(
+        &mut self,
+        positions: Range<usize>,
+        candidates: &Candidates,
+        scored: &Scored,
+    ) -> (Vec<T::Acc>, Vec<u8>) {
+        let Sizes { components, vocab, .. } = self.inputs.sizes;
+        let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
+        let (n, &Scored { needs_entropy, needs_outside, needs_argmax, .. }) = (candidates.n, scored);
+        let power = T::Acc::from_f64(1.0 / scored.temperature);
+        let needs_log_probs = scored.is_tempered() || needs_outside;
+        let mut scores = zeros(positions.len() * (n + POSITION_SCORES));
+        let mut argmax = vec![None; positions.len()];
+        let log_priors = &self.inputs.log_priors[positions.start * components..];
+        self.logits
+            .par_chunks_exact_mut(components * stride)
+            .zip(log_priors.par_chunks_exact(components))
+            .zip(self.lse.par_chunks_exact(components))
+            .zip(&mut argmax)
+            .zip(scores.par_chunks_exact_mut(n + POSITION_SCORES))
+            .enumerate()
+            .for_each_init(
+                || Scratch::new(components, stride, needs_log_probs, false),
+                |scratch, (i, ((((rows, log_priors), lse), argmax), to))| {
+                    let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
+                    let ids = candidates.given(positions.start + i);
+                    let argmax = needs_argmax.then_some(argmax);
+                    let kernel = ScoreRow { logits, ids, power, needs_entropy, needs_outside, argmax, scratch, to };
+                    T::Acc::dispatch(isa, kernel);
+                },
+            );
+        let mark_argmax = |(t, argmax): (usize, Option<usize>)| {
+            candidates.given(t).iter().map(move |&id| u8::from(argmax == Some(id)))
+        };
+        let are_argmax = if needs_argmax { positions.zip(argmax).flat_map(mark_argmax).collect() } else { vec![] };
+        (scores, are_argmax)
     }
 }

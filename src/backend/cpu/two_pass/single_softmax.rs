@@ -1,4 +1,4 @@
-//! Soft masses of a single component: its responsibility for every id is one, so that no id needs a share.
+//! The soft masses of a single component. Its responsibility for every id is one, so that no id needs a share.
 
 use super::mix::IdMasses;
 use crate::backend::cpu::objective::components::Components;
@@ -8,18 +8,19 @@ use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The sums over the ids of a row.
 pub(super) struct SingleSums<F> {
+    /// The sum of the masses.
     pub(super) mass: F,
-    /// `sum_v q_v (-log p(v))` of given masses; zero of others
+    /// `sum_v q_v (-log p(v))` of given masses; zero for masses that follow from probabilities.
     pub(super) objective: F,
 }
 
-/// The row's ids that are possible have their masses; the others contribute no gradient.
+/// Replaces the masses of ids whose logits are minus infinity by zero: these ids contribute no gradient.
 #[inline(always)]
 fn possible<F: Float, V: Vector<F>>(v: V, z: V::Reg, mass: V::Reg) -> V::Reg {
     v.if_equal(z, v.splat(F::neg_infinity()), v.splat(F::zero()), mass)
 }
 
-/// The sums of a row of logits.
+/// Adds up the masses of a row of logits, and their objective.
 #[inline(always)]
 pub(super) fn single_sums<F: Float, V: Vector<F>>(
     v: V,
@@ -43,18 +44,27 @@ pub(super) fn single_sums<F: Float, V: Vector<F>>(
     SingleSums { mass: v.sum(sum), objective: v.sum(objective) }
 }
 
-/// `z := exp_scale exp(z - largest) - scale q_v`, times the slope of the softcap.
+/// The factors of a row's gradient.
+#[derive(Clone, Copy)]
+pub(super) struct GradientFactors<F> {
+    /// The factor of `exp(z - largest)`: `scale (R_k + 2 zeta lse_k / K)` over the sum of these exponentials.
+    pub(super) exp_scale: F,
+    /// The factor of the masses.
+    pub(super) scale: F,
+}
+
+/// Computes `z := exp_scale exp(z - largest) - scale q_v`, times the slope of the softcap.
 #[inline(always)]
 pub(super) fn single_gradient<F: Float, V: Vector<F>>(
     v: V,
     row: &mut [F],
     masses: IdMasses<'_, F>,
     components: &Components<F>,
-    (exp_scale, scale): (F, F),
+    factors: GradientFactors<F>,
     softcap: Option<Softcap<F>>,
 ) {
     let (largest, log_scale) = (v.splat(components.lse[0].largest), v.splat(components.log_scale[0]));
-    let (exp_scale, scale, zero) = (v.splat(exp_scale), v.splat(-scale), v.splat(F::zero()));
+    let (exp_scale, scale, zero) = (v.splat(factors.exp_scale), v.splat(-factors.scale), v.splat(F::zero()));
     let least = v.splat(F::LEAST_GRADIENT);
     for (i, z) in V::registers_mut(row).iter_mut().enumerate() {
         let relative = v.sub(*z, largest);

@@ -1,18 +1,19 @@
-//! The log-sum-exp of each row of a tile of logits, after scale, bias and softcap, while the tile is in the cache.
+//! The log-sum-exp of each row of a tile of logits, after scale, bias and softcap, which is taken while the tile is in the
+//! cache.
 
 use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::vector::math::exp;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::cpu::vector::softcap::Softcap;
 
-/// The log-sum-exp of one row of a tile of logits, which holds the final logits afterwards, with minus infinity in its
-/// padding.
+/// The kernel that computes the log-sum-exp of one row of a tile of logits. The row then holds the final logits, with minus
+/// infinity in its padding.
 pub(super) struct TileLogSumExp<'a, F> {
     /// The products of `ids` ids, before scale, bias and softcap, and padding.
     pub(super) row: &'a mut [F],
     pub(super) ids: usize,
     pub(super) scale: F,
-    /// As many numbers as `row`, already multiplied by the scale; minus infinity for the padding.
+    /// One number for each element of `row`, already multiplied by the scale; minus infinity for the padding.
     pub(super) bias: &'a [F],
     pub(super) softcap: Option<Softcap<F>>,
 }
@@ -38,16 +39,16 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
     }
 }
 
-/// `log sum_v exp(scale z_v + bias_v)` of a row; with `APPLY`, scale and bias are applied in place, otherwise they
+/// Computes `log sum_v exp(scale z_v + bias_v)` of a row. With `APPLY`, it applies scale and bias in place; otherwise they
 /// have been applied.
 ///
-/// Memory is passed over once: the running sum is rescaled whenever a block has a larger maximum. The result is minus
-/// infinity for a row of minus infinities, and NaN if the row has a NaN or plus infinity.
+/// It reads the row once, and rescales the running sum whenever a block has a larger maximum. The result is minus infinity
+/// for a row of minus infinities, and NaN if the row has a NaN or plus infinity.
 #[inline(always)]
 fn log_sum_exp<const APPLY: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], scale: F, bias: &[F]) -> LogSumExp<F> {
-    /// Registers per block, which stays in the first-level cache.
+    /// The number of registers per block, which stays in the first-level cache.
     const BLOCK: usize = 64;
-    /// Independent accumulators, which hide the latency of the additions.
+    /// The number of independent accumulators, which hide the latency of the additions.
     const LANES: usize = 4;
     let scale = v.splat(scale);
     let mut largest = F::neg_infinity();
@@ -69,7 +70,7 @@ fn log_sum_exp<const APPLY: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], s
             sum *= (largest - block_largest).exp();
             largest = block_largest;
         }
-        // If all logits so far are minus infinity, exp(-inf - 0) is zero, while exp(-inf + inf) would be NaN. A NaN
+        // If all logits up to here are minus infinity, exp(-inf - 0) is zero, while exp(-inf + inf) would be NaN. A NaN
         // stays NaN.
         let reference = v.splat(finite_or_zero(largest));
         let mut sums = [v.splat(F::zero()); LANES];
@@ -87,7 +88,7 @@ fn log_sum_exp<const APPLY: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], s
     LogSumExp { largest: finite_or_zero(largest), log_sum: sum.ln() }
 }
 
-/// The logit after scale and bias.
+/// Returns the logit after scale and bias, which it applies with `APPLY`.
 #[inline(always)]
 fn with_bias<const APPLY: bool, F: Float, V: Vector<F>>(v: V, z: &mut V::Reg, scale: V::Reg, bias: V::Reg) -> V::Reg {
     if APPLY {

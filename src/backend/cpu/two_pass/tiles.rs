@@ -1,4 +1,4 @@
-//! The first product on a tile unit: contexts in squares, and the decoder's rows in pairs of columns.
+//! The first product on a tile unit. The contexts are packed in squares, and the decoder's rows in pairs of columns.
 
 use std::ops::Range;
 
@@ -6,39 +6,42 @@ use candle_core::DType;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::first_product::{FirstProduct, PackedContexts, Positions};
+use super::first_product::{FirstProduct, FormChoice, PackedContexts};
 use crate::backend::cpu::memory::{Aligned, Workspace};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::{DecoderView, ViewMut};
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::{Tiles, Vectors};
-use crate::backend::cpu::tiles::product::{PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::product::{SquareProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
-use crate::backend::cpu::tiles::squares::store_lines;
+use crate::backend::cpu::tiles::squares::{store_lines, Grid};
 use crate::backend::cpu::tiles::transpose;
 use crate::backend::cpu::vector::simd::{Float, Isa};
 
-/// Maximum rows for which vectors, which round nothing, are faster: for operands in bf16, and for those that would be
-/// rounded.
-const MOST_FEW: usize = 8;
-const MOST_FEW_OF_WIDE: usize = 24;
-/// Ids that are multiplied at a time.
+/// The most rows of operands in bf16 for which vectors, which round nothing, are faster.
+const FEW_BF16_ROWS: usize = 8;
+/// The most rows of other operands for which vectors are faster: the tile unit would round these.
+const FEW_WIDE_ROWS: usize = 24;
+/// The number of ids that are multiplied at a time.
 const IDS: usize = 2 * SIDE;
-/// Rows whose sums stay in the cache.
+/// The number of rows whose sums stay in the cache.
 const ROWS: usize = SIDE;
 
-/// The contexts of a few rows as they are, or in bf16, in squares.
+/// The contexts of a chunk as an operand.
 pub(crate) enum TileContexts<'c> {
+    /// A few rows, which vectors multiply.
     Few(PackedContexts<'c, f32>),
+    /// Squares in bf16, which the tile unit multiplies.
     Squares(Aligned<bf16>),
 }
 
+/// The buffers of a thread.
 #[derive(Default)]
 pub(crate) struct Buffers {
     decoder: DecoderSquares,
-    /// `[square of ids][pair of columns][SIDE]`
+    /// `[square of ids][pair of columns][SIDE]`.
     pairs: Aligned<Pair>,
-    /// `[rows, ids]`
+    /// `[rows, ids]`.
     sums: Aligned<f32>,
 }
 
@@ -55,30 +58,30 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
 
     fn workspace(self, d: usize, vocab: usize) -> Workspace {
         let ids = IDS.min(vocab.next_multiple_of(SIDE));
-        let of_ids = ids * d.next_multiple_of(SIDE);
+        let decoder_size = ids * d.next_multiple_of(SIDE);
         Workspace {
             per_row: d.next_multiple_of(SIDE) * size_of::<bf16>(),
             fixed: SIDE * d.next_multiple_of(SIDE) * size_of::<bf16>(),
             // The decoder's rows, their transpose, the pairs of its columns, and the sums.
-            per_thread: 3 * of_ids * size_of::<bf16>() + ROWS * ids * size_of::<f32>(),
+            per_thread: 3 * decoder_size * size_of::<bf16>() + ROWS * ids * size_of::<f32>(),
         }
     }
 
-    fn contexts<'c>(self, contexts: &'c [f32], decoder: &DecoderView<'_, T>, positions: Positions) -> TileContexts<'c> {
+    fn contexts<'c>(self, contexts: &'c [f32], decoder: &DecoderView<'_, T>, form: FormChoice) -> TileContexts<'c> {
         let d = decoder.width();
-        let most = if T::DTYPE == DType::BF16 { MOST_FEW } else { MOST_FEW_OF_WIDE };
-        if positions.rows_of_form(contexts.len() / d) <= most && !decoder.weight.transposed {
-            return TileContexts::Few(Vectors(self.isa).contexts(contexts, decoder, positions));
+        let most = if T::DTYPE == DType::BF16 { FEW_BF16_ROWS } else { FEW_WIDE_ROWS };
+        if form.choosing_rows(contexts.len() / d) <= most && !decoder.weight.is_transposed {
+            return TileContexts::Few(Vectors(self.isa).contexts(contexts, decoder, form));
         }
         let across = d.div_ceil(SIDE);
         let mut squares = Aligned::zeros(contexts.len().div_ceil(SIDE * d) * across * SQUARE);
-        let of_rows = squares.par_chunks_exact_mut(across * SQUARE).zip(contexts.par_chunks(SIDE * d));
-        of_rows.for_each_init(
+        let rows = squares.par_chunks_exact_mut(across * SQUARE).zip(contexts.par_chunks(SIDE * d));
+        rows.for_each_init(
             || vec![bf16::ZERO; SIDE * d],
             |rounded, (squares, values)| {
                 let rounded = &mut rounded[..values.len()];
                 f32::dispatch(self.isa, RoundedRow { values, to: rounded });
-                store_lines(rounded.chunks_exact(d), 1, across, squares);
+                store_lines(rounded.chunks_exact(d), Grid { down: 1, across }, squares);
             },
         );
         TileContexts::Squares(squares)
@@ -109,10 +112,17 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
                 let rows = top..tile.rows.min(top + ROWS);
                 let down = rows.len().div_ceil(SIDE);
                 let sums = sums.at_least(down * SIDE * width);
-                self.unit.multiply_squares((&contexts[top * depth * SIDE..], pairs), depth, sums, (down, width));
+                self.unit.multiply_squares(SquareProduct {
+                    left: &contexts[top * depth * SIDE..],
+                    right: pairs,
+                    depth,
+                    to: sums,
+                    rows: down,
+                    width,
+                });
                 for (row, sums) in rows.zip(sums.chunks_exact(width)) {
-                    let of_block = block.start - ids.start..block.end - ids.start;
-                    tile.row_mut(row)[of_block].copy_from_slice(&sums[..block.len()]);
+                    let columns = block.start - ids.start..block.end - ids.start;
+                    tile.row_mut(row)[columns].copy_from_slice(&sums[..block.len()]);
                 }
             }
         }

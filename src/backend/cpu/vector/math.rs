@@ -3,14 +3,14 @@
 
 use super::simd::{Float, Vector};
 
-/// `e^x` for `x` up to the logarithm of the largest finite number; zero where the result would be subnormal; NaN for
-/// NaN.
+/// Computes `e^x` for `x` up to the logarithm of the largest finite number; zero where the result would be subnormal;
+/// NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     exp_or_zero(v, x, v.splat(F::EXP_UNDERFLOW))
 }
 
-/// [`exp`], but zero for `x` below `least`, which is no less than [`Float::EXP_UNDERFLOW`].
+/// Computes [`exp`], but zero for `x` below `least`, which is no less than [`Float::EXP_UNDERFLOW`].
 #[inline(always)]
 pub(crate) fn exp_or_zero<F: Float, V: Vector<F>>(v: V, x: V::Reg, least: V::Reg) -> V::Reg {
     // x = n ln 2 + r with |r| <= ln 2 / 2.
@@ -24,8 +24,8 @@ pub(crate) fn exp_or_zero<F: Float, V: Vector<F>>(v: V, x: V::Reg, least: V::Reg
     v.if_equal(x, x, result, x)
 }
 
-/// `ln x` for finite `x >= 1`; minus infinity for zero; NaN for NaN. This covers sums of exponentials relative to the
-/// largest.
+/// Computes `ln x` for finite `x >= 1`; minus infinity for zero; NaN for NaN. This covers sums of exponentials relative
+/// to the largest.
 #[inline(always)]
 pub(crate) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     // x = m 2^e with m in [sqrt 1/2, sqrt 2), and ln m = 2 artanh s for s = (m - 1) / (m + 1).
@@ -42,7 +42,7 @@ pub(crate) fn ln<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     v.if_equal(x, x, result, x)
 }
 
-/// `tanh x`.
+/// Computes `tanh x`.
 #[inline(always)]
 pub(crate) fn tanh<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
@@ -63,6 +63,7 @@ pub(crate) fn tanh<F: Float, V: Vector<F>>(v: V, x: V::Reg) -> V::Reg {
     v.if_less(magnitude, v.splat(F::from_f64(bound)), near, far)
 }
 
+/// Evaluates a polynomial whose coefficients are given from the highest power down.
 #[inline(always)]
 fn polynomial<F: Float, V: Vector<F>>(v: V, coefficients: &[F], x: V::Reg) -> V::Reg {
     let mut sum = v.splat(coefficients[0]);
@@ -72,7 +73,7 @@ fn polynomial<F: Float, V: Vector<F>>(v: V, coefficients: &[F], x: V::Reg) -> V:
     sum
 }
 
-/// `x`, or zero if its absolute value is below [`Float::LEAST_GRADIENT`].
+/// Returns `x`, or zero if its absolute value is below [`Float::LEAST_GRADIENT`].
 pub(crate) fn flushed<F: Float>(x: F) -> F {
     if x.abs() < F::LEAST_GRADIENT {
         F::zero()
@@ -81,7 +82,7 @@ pub(crate) fn flushed<F: Float>(x: F) -> F {
     }
 }
 
-/// `x`, or plus zero if rounding has made it negative.
+/// Returns `x`, or plus zero if rounding has made it negative.
 pub(crate) fn not_negative<F: Float>(x: F) -> F {
     if x <= F::zero() {
         F::zero()
@@ -90,7 +91,7 @@ pub(crate) fn not_negative<F: Float>(x: F) -> F {
     }
 }
 
-/// `weight * x`, or zero for weight zero even if `x` is infinite or NaN.
+/// Returns `weight * x`, or zero for weight zero even if `x` is infinite or NaN.
 pub(crate) fn weighted<F: Float>(weight: F, x: F) -> F {
     if weight == F::zero() {
         F::zero()

@@ -1,4 +1,4 @@
-//! Vectors of the processor, and the functions that are computed on them.
+//! The vector instruction sets, and the functions that are computed on their registers.
 
 pub(crate) mod log_sum_exp;
 pub(crate) mod math;

@@ -19,76 +19,87 @@ pub(crate) const ROW_ALIGN: usize = 16;
 
 /// A vector instruction set for elements of type `F`.
 pub(crate) trait Vector<F: Copy>: Copy {
+    /// A register of elements.
     type Reg: Copy;
     /// As many numbers of any type as a register has lanes.
     type Lanes<T: Copy>: Copy + AsRef<[T]> + AsMut<[T]>;
+    /// The number of registers.
     const REGISTERS: usize;
 
     /// Views a row whose length is a multiple of [`ROW_ALIGN`] as registers.
     fn registers(row: &[F]) -> &[Self::Reg];
+    /// As [`Self::registers`], for writing.
     fn registers_mut(row: &mut [F]) -> &mut [Self::Reg];
     /// Views a row of any length as registers and a remainder.
     fn split(row: &[F]) -> (&[Self::Reg], &[F]);
+    /// As [`Self::split`], for writing.
     fn split_mut(row: &mut [F]) -> (&mut [Self::Reg], &mut [F]);
     /// Views a row of any type as the lanes of registers and a remainder.
     fn lanes<T: Copy>(row: &[T]) -> (&[Self::Lanes<T>], &[T]);
+    /// Returns the value in every lane.
     fn filled<T: Copy>(value: T) -> Self::Lanes<T>;
+    /// Loads a register.
     fn load(self, lanes: Self::Lanes<F>) -> Self::Reg;
-    /// Loads fewer elements than fill a register; the other lanes are zero.
+    /// Loads fewer elements than fill a register; the other lanes become zero.
     fn load_partial(self, values: &[F]) -> Self::Reg;
-    /// Stores as many elements as `to` has, at most a register.
+    /// Stores as many elements as `to` has, at most those of a register.
     fn store_partial(self, a: Self::Reg, to: &mut [F]);
+    /// Returns a register with the value in every lane.
     fn splat(self, value: F) -> Self::Reg;
     fn add(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
     fn sub(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
     fn mul(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
     fn div(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
-    /// `a * b + c`, fused where the instruction set can.
+    /// Computes `a * b + c`, fused where the instruction set has that.
     fn mul_add(self, a: Self::Reg, b: Self::Reg, c: Self::Reg) -> Self::Reg;
-    /// The larger of the two; which one is unspecified if either is NaN.
+    /// Returns the larger of the two; which one is unspecified if either is NaN.
     fn max(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
-    /// `if a < b { yes } else { no }`, lane by lane.
+    /// Returns `if a < b { yes } else { no }`, lane by lane.
     fn if_less(self, a: Self::Reg, b: Self::Reg, yes: Self::Reg, no: Self::Reg) -> Self::Reg;
-    /// `if a == b { yes } else { no }`, lane by lane.
+    /// Returns `if a == b { yes } else { no }`, lane by lane.
     fn if_equal(self, a: Self::Reg, b: Self::Reg, yes: Self::Reg, no: Self::Reg) -> Self::Reg;
+    /// Adds up the lanes.
     fn sum(self, a: Self::Reg) -> F;
+    /// Returns the largest lane.
     fn largest(self, a: Self::Reg) -> F;
-    /// `a * 2^n` for `shifted = n + ROUND` ([`Float::ROUND`]), by adding `n` to the exponent bits of `a`.
+    /// Computes `a * 2^n` for `shifted = n + ROUND` ([`Float::ROUND`]), by adding `n` to the exponent bits of `a`.
     fn scale_by_power(self, a: Self::Reg, shifted: Self::Reg) -> Self::Reg;
-    /// The transpose of as many registers as each has lanes.
+    /// Transposes as many registers as each has lanes.
     fn transposed(self, rows: Self::Lanes<Self::Reg>) -> Self::Lanes<Self::Reg>;
-    /// `(m, e)` with `a = m * 2^e` and `1 <= m < 2`, for finite `a >= 1`.
+    /// Returns `(m, e)` with `a = m * 2^e` and `1 <= m < 2`, for finite `a >= 1`.
     fn mantissa_exponent(self, a: Self::Reg) -> (Self::Reg, Self::Reg);
 }
 
 /// A computation over rows of `F`, compiled for each instruction set.
 pub(crate) trait Kernel<F: Copy> {
     type Output;
-    /// Implementations are `#[inline(always)]`, so that they are compiled for the instruction set of `V`.
+    /// Computes. Implementations are `#[inline(always)]`, so that they are compiled for the instruction set of `V`.
     fn run<V: Vector<F>>(self, v: V) -> Self::Output;
 }
 
 /// The element types that rows are computed in.
 pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default {
-    /// 1.5 x 2^(mantissa bits): adding it leaves the nearest integer in the lowest bits, and subtracting it again gives
-    /// that integer.
+    /// The number 1.5 x 2^(mantissa bits). Adding it leaves the nearest integer in the lowest bits, and subtracting it
+    /// again gives that integer.
     const ROUND: Self;
-    /// Below this the exponential is subnormal and is set to zero.
+    /// The exponent below which an exponential is subnormal, and is set to zero.
     const EXP_UNDERFLOW: Self;
-    /// Exponentials of smaller numbers, relative to a row's largest, are set to zero. They are far below the rounding
-    /// of the sum, and no product of a larger exponential and a factor of [`Float::NEGLIGIBLE`] or more is subnormal.
+    /// The exponent, relative to a row's largest logit, below which an exponential is set to zero. Such exponentials
+    /// are far below the rounding of the sum, and no product of a larger one and a factor of [`Float::NEGLIGIBLE`] or
+    /// more is subnormal.
     const NEGLIGIBLE_EXPONENT: Self;
-    /// A row's factor of its exponentials is set to zero below this absolute value.
+    /// The absolute value below which a row's factor of its exponentials is set to zero.
     const NEGLIGIBLE: Self;
-    /// Gradients of logits below this absolute value are stored as zero. Their products with the decoder and the
+    /// The absolute value below which a gradient of a logit is stored as zero. Its products with the decoder and the
     /// contexts would be subnormal numbers, which some processors multiply twenty times slower.
     const LEAST_GRADIENT: Self;
-    /// ln 2 is the sum of a high part, whose products with small integers are exact, and a low part.
+    /// The high part of ln 2, whose products with small integers are exact.
     const LN_2_HIGH: Self;
+    /// ln 2 less [`Self::LN_2_HIGH`].
     const LN_2_LOW: Self;
-    /// 1/n!, n descending to 0: the Taylor series of exp is exact to rounding on |x| <= ln 2 / 2.
+    /// The coefficients 1/n!, n descending to 0: the Taylor series of exp is exact to rounding on |x| <= ln 2 / 2.
     const EXP_COEFFICIENTS: &'static [Self];
-    /// 1/(2n+1), n descending to 0: the series of artanh(s)/s, exact to rounding on |s| <= 0.172.
+    /// The coefficients 1/(2n+1), n descending to 0: the series of artanh(s)/s, exact to rounding on |s| <= 0.172.
     const ARTANH_COEFFICIENTS: &'static [Self];
 
     /// Runs `kernel` with the instructions of `isa`.
@@ -108,21 +119,25 @@ pub(crate) enum Isa {
 }
 
 impl Isa {
-    /// The best instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD` (`amx`,
-    /// `avx512bf16`, `avx512`, `avx2`, `neon`, `scalar`) selects another; one that this machine lacks is an error.
+    /// Returns the fastest instruction set of this machine, detected once. The environment variable `MOS_HEAD_SIMD`
+    /// (`amx`, `avx512bf16`, `avx512`, `avx2`, `neon`, `scalar`) selects another.
+    ///
+    /// # Errors
+    ///
+    /// If the variable selects one that this machine lacks.
     pub(crate) fn detected() -> Result<Self> {
         static DETECTED: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
         let detected = DETECTED.get_or_init(|| Self::choose(Self::selected().map(str::to_owned)));
         detected.clone().map_err(Self::lacking)
     }
 
-    /// The error for an instruction set that this machine lacks.
+    /// Returns the error for an instruction set or unit that this machine lacks.
     pub(crate) fn lacking(got: String) -> Error {
         let names: Vec<_> = Self::available().into_iter().map(|isa| isa.kernels().to_string()).collect();
         Error::config("MOS_HEAD_SIMD", format!("one of {} on this machine", names.join(", ")), got)
     }
 
-    /// The value of `MOS_HEAD_SIMD`, read once.
+    /// Returns the value of `MOS_HEAD_SIMD`, which is read once.
     pub(crate) fn selected() -> Option<&'static str> {
         static SELECTED: OnceLock<Option<String>> = OnceLock::new();
         let selected = SELECTED.get_or_init(|| {
@@ -132,12 +147,13 @@ impl Isa {
         selected.as_deref()
     }
 
-    /// The instruction set called `name`, or the best without a name.
+    /// Returns the instruction set called `name`, or the fastest if no name is given. The name of a tile unit selects
+    /// the vectors that prepare its operands. The error is a name that this machine lacks.
     fn choose(name: Option<String>) -> std::result::Result<Self, String> {
         let mut available = Self::available().into_iter();
         match name {
-            // Whether there is a unit is for its user to find out.
-            Some(name) if Kernels::OF_TILES.iter().any(|kernels| kernels.to_string() == name) => {
+            // Whether the machine has the unit itself is checked by `TileUnit::detected`.
+            Some(name) if Kernels::WITH_TILES.iter().any(|kernels| kernels.to_string() == name) => {
                 available.find(Self::prepares_tiles).ok_or(name)
             }
             Some(name) => available.find(|isa| isa.kernels().to_string() == name).ok_or(name),
@@ -145,12 +161,12 @@ impl Isa {
         }
     }
 
-    /// Whether these vectors prepare the operands of a tile unit.
+    /// Returns whether these vectors can prepare the operands of a tile unit.
     pub(crate) fn prepares_tiles(&self) -> bool {
         self.kernels() == Kernels::Avx512
     }
 
-    /// All instruction sets of this machine, the best first.
+    /// Returns all instruction sets of this machine, the fastest first.
     pub(crate) fn available() -> Vec<Self> {
         let mut isas = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -164,7 +180,7 @@ impl Isa {
         isas
     }
 
-    /// The kernels that this instruction set compiles.
+    /// Returns the kernels that a plan with this instruction set has.
     pub(crate) fn kernels(self) -> Kernels {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -178,7 +194,7 @@ impl Isa {
     }
 }
 
-/// A kernel with its instruction set, which `pulp` compiles with the right target features.
+/// A kernel and its instruction set, as a function that `pulp` compiles with the right target features.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 struct KernelCall<K, F, V>(K, V, std::marker::PhantomData<F>);
 
@@ -242,7 +258,7 @@ impl_float! { f64,
     ];
 }
 
-/// Functions of two registers, which have the names of `pulp`'s.
+/// Implements functions of two registers by those of `pulp` that have the same names.
 macro_rules! binary {
     ($float:ident: $($name:ident)*) => { ::pastey::paste! { $(
         #[inline(always)]
@@ -367,16 +383,20 @@ mod x86 {
     use super::*;
     use pulp::x86::{V3, V4};
     impl_vector!(
-        V4, f32, u32, mantissa 23, |v, x| v.shl_const_u32x16::<23>(x), v.shr_const_u32x16::<23>(x), transposed::of_16
+        V4, f32, u32, mantissa 23, |v, x| v.shl_const_u32x16::<23>(x), v.shr_const_u32x16::<23>(x),
+        transposed::transpose_16
     );
     impl_vector!(
-        V4, f64, u64, mantissa 52, |v, x| v.shl_const_u64x8::<52>(x), v.shr_const_u64x8::<52>(x), transposed::plain::<f64, _, _, _>
+        V4, f64, u64, mantissa 52, |v, x| v.shl_const_u64x8::<52>(x), v.shr_const_u64x8::<52>(x),
+        transposed::transpose_any::<f64, _, _, _>
     );
     impl_vector!(
-        V3, f32, u32, mantissa 23, |v, x| v.shl_const_u32x8::<23>(x), v.shr_const_u32x8::<23>(x), transposed::of_8
+        V3, f32, u32, mantissa 23, |v, x| v.shl_const_u32x8::<23>(x), v.shr_const_u32x8::<23>(x),
+        transposed::transpose_8
     );
     impl_vector!(
-        V3, f64, u64, mantissa 52, |v, x| v.shl_const_u64x4::<52>(x), v.shr_const_u64x4::<52>(x), transposed::plain::<f64, _, _, _>
+        V3, f64, u64, mantissa 52, |v, x| v.shl_const_u64x4::<52>(x), v.shr_const_u64x4::<52>(x),
+        transposed::transpose_any::<f64, _, _, _>
     );
 }
 
@@ -384,12 +404,22 @@ mod x86 {
 mod aarch64 {
     use super::*;
     use pulp::aarch64::Neon;
-    impl_vector!(Neon, f32, u32, mantissa 23, |v, x| v.shl_const_u32x4::<23>(x), v.shr_const_u32x4::<23>(x), transposed::plain::<f32, _, _, _>);
-    impl_vector!(Neon, f64, u64, mantissa 52, |v, x| v.shl_const_u64x2::<52>(x), v.shr_const_u64x2::<52>(x), transposed::plain::<f64, _, _, _>);
+    impl_vector!(
+        Neon, f32, u32, mantissa 23, |v, x| v.shl_const_u32x4::<23>(x), v.shr_const_u32x4::<23>(x),
+        transposed::transpose_any::<f32, _, _, _>
+    );
+    impl_vector!(
+        Neon, f64, u64, mantissa 52, |v, x| v.shl_const_u64x2::<52>(x), v.shr_const_u64x2::<52>(x),
+        transposed::transpose_any::<f64, _, _, _>
+    );
 }
 
-impl_vector!(pulp::Scalar, f32, u32, mantissa 23, |_v, x| x << 23, x >> 23, transposed::plain::<f32, _, _, _>);
-impl_vector!(pulp::Scalar, f64, u64, mantissa 52, |_v, x| x << 52, x >> 52, transposed::plain::<f64, _, _, _>);
+impl_vector!(
+    pulp::Scalar, f32, u32, mantissa 23, |_v, x| x << 23, x >> 23, transposed::transpose_any::<f32, _, _, _>
+);
+impl_vector!(
+    pulp::Scalar, f64, u64, mantissa 52, |_v, x| x << 52, x >> 52, transposed::transpose_any::<f64, _, _, _>
+);
 
 #[cfg(test)]
 mod tests {

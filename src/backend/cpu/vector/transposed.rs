@@ -1,13 +1,15 @@
-//! The transpose of a square of numbers in registers.
+//! The transpose of a square of numbers in registers, as [`Vector::transposed`] computes it.
+//!
+//! [`Vector::transposed`]: super::simd::Vector::transposed
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m256, __m512};
 
 use pulp::bytemuck::{cast_slice, cast_slice_mut, Pod};
 
-/// The transpose number by number, which the compiler turns into shuffles.
+/// Transposes number by number, which the compiler turns into shuffles.
 #[inline(always)]
-pub(crate) fn plain<F: Pod, S, Reg: Pod, const N: usize>(_: S, rows: [Reg; N]) -> [Reg; N] {
+pub(crate) fn transpose_any<F: Pod, S, Reg: Pod, const N: usize>(_: S, rows: [Reg; N]) -> [Reg; N] {
     let mut columns = rows;
     let (from, to): (&[F], &mut [F]) = (cast_slice(&rows), cast_slice_mut(&mut columns));
     for (i, column) in to.chunks_exact_mut(N).enumerate() {
@@ -18,10 +20,10 @@ pub(crate) fn plain<F: Pod, S, Reg: Pod, const N: usize>(_: S, rows: [Reg; N]) -
     columns
 }
 
-/// The transpose of 16 x 16 numbers: first of the 4 x 4 in each quarter of four registers, then of the quarters.
+/// Transposes 16 x 16 numbers: first the 4 x 4 in each quarter of four registers, then the quarters.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(crate) fn of_16(v: pulp::x86::V4, rows: [pulp::f32x16; 16]) -> [pulp::f32x16; 16] {
+pub(crate) fn transpose_16(v: pulp::x86::V4, rows: [pulp::f32x16; 16]) -> [pulp::f32x16; 16] {
     let v = v.avx512f;
     let mut quarters = [[v._mm512_setzero_ps(); 4]; 4];
     for (quarters, rows) in quarters.iter_mut().zip(rows.as_chunks::<4>().0) {
@@ -49,10 +51,10 @@ pub(crate) fn of_16(v: pulp::x86::V4, rows: [pulp::f32x16; 16]) -> [pulp::f32x16
     pulp::cast(columns)
 }
 
-/// The transpose of 8 x 8 numbers: first of the 4 x 4 in each half of four registers, then of the halves.
+/// Transposes 8 x 8 numbers: first the 4 x 4 in each half of four registers, then the halves.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(crate) fn of_8(v: pulp::x86::V3, rows: [pulp::f32x8; 8]) -> [pulp::f32x8; 8] {
+pub(crate) fn transpose_8(v: pulp::x86::V3, rows: [pulp::f32x8; 8]) -> [pulp::f32x8; 8] {
     let v = v.avx;
     let mut halves = [[v._mm256_setzero_ps(); 4]; 2];
     for (halves, rows) in halves.iter_mut().zip(rows.as_chunks::<4>().0) {
@@ -79,7 +81,7 @@ pub(crate) fn of_8(v: pulp::x86::V3, rows: [pulp::f32x8; 8]) -> [pulp::f32x8; 8]
 mod tests {
     use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
-    /// Transposes `[lanes, lanes]` numbers; returns them with the number of lanes.
+    /// Transposes the numbers `0..lanes * lanes`; returns the result and the number of lanes.
     struct TransposeSquare;
 
     impl<F: Float> Kernel<F> for TransposeSquare {

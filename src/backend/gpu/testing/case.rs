@@ -15,8 +15,9 @@ pub(super) const ALL: NeedsGrad =
 pub(super) struct Case {
     pub(super) sizes: Sizes,
     pub(super) dtype: DType,
-    /// The bounds of the weights and of the biases.
+    /// The largest magnitude of the weights.
     pub(super) scale: f64,
+    /// The largest magnitude of the biases.
     pub(super) bias: f64,
     pub(super) logit_scale: f64,
     pub(super) softcap: Option<f64>,
@@ -25,12 +26,13 @@ pub(super) struct Case {
     pub(super) options: LossOptions,
     /// The number of rows of the weight behind the vocabulary, if targets are entries of their own.
     pub(super) own: Option<usize>,
-    /// The columns of the decoder that are an adapter's.
+    /// The number of columns of the decoder that are an adapter's.
     pub(super) rank: usize,
-    /// Positions per chunk.
+    /// The number of positions per chunk.
     pub(super) chunk: usize,
 }
 
+/// Random numbers of at most this magnitude.
 pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
     // A small generator (xorshift) with the same numbers on every machine.
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -45,6 +47,7 @@ pub(super) fn random(seed: u64, shape: &[usize], scale: f64) -> Tensor {
 }
 
 impl Case {
+    /// The operands in a dtype.
     pub(super) fn operands(&self, dtype: DType) -> Operands {
         let Sizes { positions, components, context_dim, vocab } = self.sizes;
         let (rows, d) = (vocab + self.own.unwrap_or(0), context_dim - self.rank);
@@ -52,7 +55,7 @@ impl Case {
         let log_priors = candle_nn::ops::log_softmax(&random(1, &[positions.max(1), components], 2.0), 1).unwrap();
         let log_priors = log_priors.narrow(0, 0, positions).unwrap().contiguous().unwrap();
         let accumulation = accumulation_dtype("contexts", dtype).unwrap();
-        // They are rounded to the dtype first, so that the truth has the same operands.
+        // They are rounded to the dtype of the case first, so that the truth has the same operands.
         let rounded = |t: Tensor| t.to_dtype(self.dtype).unwrap().to_dtype(dtype).unwrap();
         Operands {
             sizes: self.sizes,
@@ -71,10 +74,12 @@ impl Case {
         }
     }
 
+    /// The operands that need a gradient.
     pub(super) fn needs_grad(&self) -> NeedsGrad {
         NeedsGrad { adapter: self.rank > 0, ..ALL }
     }
 
+    /// The loss, with the weights and upstream gradients of the options.
     pub(super) fn objective(&self, dtype: DType) -> Objective {
         let Sizes { positions, vocab, .. } = self.sizes;
         let rows = vocab + self.own.unwrap_or(0);
@@ -102,11 +107,13 @@ impl Case {
         })
     }
 
+    /// The plan for the loss.
     pub(super) fn plan(&self, gpu: &EmulatedGpu) -> backend::plan::Plan {
-        self.plan_of(gpu, Task { own_targets: self.own.is_some(), ..Task::loss(&self.options.terms(), ALL) })
+        self.plan_for(gpu, Task { has_own_targets: self.own.is_some(), ..Task::loss(&self.options.terms(), ALL) })
     }
 
-    pub(super) fn plan_of(&self, gpu: &EmulatedGpu, task: Task) -> backend::plan::Plan {
+    /// The plan for a task, with as many positions per chunk as the case has.
+    pub(super) fn plan_for(&self, gpu: &EmulatedGpu, task: Task) -> backend::plan::Plan {
         let plan = |budget| gpu::plan(gpu.kind(), self.sizes, self.dtype, task, budget);
         if self.sizes.positions == 0 {
             return plan(None).unwrap();
@@ -150,6 +157,7 @@ impl Case {
         errors.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
     }
 
+    /// The largest error that passes.
     pub(super) fn tolerance(&self) -> f64 {
         match self.dtype {
             DType::F32 => 2e-5,
@@ -158,13 +166,14 @@ impl Case {
         }
     }
 
+    /// Asserts that the error of the loss is within the tolerance.
     pub(super) fn check(&self, gpu: &EmulatedGpu) {
         let (error, name) = self.loss_error(gpu, |dtype| self.objective(dtype));
         assert!(error <= self.tolerance(), "{name}: {error} with {:?} {:?} {:?}", self.sizes, self.dtype, self.options);
     }
 }
 
-/// A loss without weights and ignored positions.
+/// A loss without weights or ignored positions.
 pub(super) fn plain_objective(targets: Vec<i64>, terms: LossTerms, scale: GradScale) -> Objective {
     Objective::Targets(TargetLoss {
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
@@ -179,8 +188,8 @@ pub(super) fn plain_objective(targets: Vec<i64>, terms: LossTerms, scale: GradSc
     })
 }
 
-/// The largest difference, relative to the largest finite magnitude (at least 0.5); infinite if values that are not
-/// finite differ.
+/// The largest difference, relative to the largest finite magnitude (at least 0.5). It is infinite if values that are
+/// not finite differ.
 pub(super) fn error(got: &Tensor, truth: &Tensor) -> f64 {
     assert_eq!(got.dims(), truth.dims());
     let numbers = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
@@ -194,6 +203,7 @@ pub(super) fn error(got: &Tensor, truth: &Tensor) -> f64 {
     errors.fold(0.0, f64::max)
 }
 
+/// A case of these sizes in f32, with default options.
 pub(super) fn case(positions: usize, components: usize, context_dim: usize, vocab: usize) -> Case {
     Case {
         sizes: Sizes { positions, components, context_dim, vocab },
@@ -210,6 +220,7 @@ pub(super) fn case(positions: usize, components: usize, context_dim: usize, voca
     }
 }
 
+/// Options that count correct targets, and may ignore id 3.
 pub(super) fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore: bool) -> LossOptions {
     let options = LossOptions::new().with_reduction(reduction).with_label_smoothing(smoothing).with_z_loss(z_loss);
     if ignore {
@@ -220,7 +231,11 @@ pub(super) fn options(reduction: Reduction, smoothing: f64, z_loss: f64, ignore:
 }
 
 /// The ids and log-probabilities of `top_k`, and those from the f64 log-probabilities.
-pub(super) fn best_ids(gpu: &EmulatedGpu, case: &Case, k: usize) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
+pub(super) fn top_k_and_truth(
+    gpu: &EmulatedGpu,
+    case: &Case,
+    k: usize,
+) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
     let (operands, truth) = (case.operands(case.dtype), case.operands(DType::F64));
     let plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
     let all = backend::log_probs(&truth, DType::F64, &plan).unwrap().to_vec2::<f64>().unwrap();

@@ -21,7 +21,8 @@ fn teacher(positions: usize, vocab: usize) -> Tensor {
     candle_nn::ops::log_softmax(&logits, 1).unwrap()
 }
 
-fn terms(case: &Case, dtype: DType, divergence: Divergence) -> Box<LogProbTerms> {
+/// A divergence from the teacher, for operands of `dtype`.
+fn divergence_terms(case: &Case, dtype: DType, divergence: Divergence) -> Box<LogProbTerms> {
     let log_teacher = teacher(case.sizes.positions, case.sizes.vocab).to_dtype(dtype).unwrap();
     Box::new(move |positions, log_probs| {
         let log_teacher = log_teacher.narrow(0, positions.start, positions.len())?;
@@ -35,19 +36,19 @@ fn terms(case: &Case, dtype: DType, divergence: Divergence) -> Box<LogProbTerms>
 #[test]
 fn losses_of_log_probabilities_equal_those_of_the_cpu_in_f64() {
     for gpu in EmulatedGpu::all() {
-        let backend = gpu::On(gpu);
+        let backend = gpu::GpuBackend(gpu);
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (positions, components, vocab) in [(5, 3, 37), (4, 1, 40), (0, 2, 5)] {
                 for divergence in [Divergence::ForwardKl, Divergence::JensenShannon(0.3)] {
                     let case = Case { dtype, chunk: 2, ..case(positions, components, 6, vocab) };
-                    let (needs_grad, of_f64) = (case.needs_grad(), case.operands(DType::F64));
+                    let (needs_grad, operands_in_f64) = (case.needs_grad(), case.operands(DType::F64));
                     let task = Task::log_prob_terms(needs_grad);
-                    let plan = case.plan_of(&backend.0, task);
-                    let of_case = terms(&case, DType::F32, divergence);
-                    let found = backend.log_prob_loss(&case.operands(dtype), &*of_case, needs_grad, &plan).unwrap();
-                    let plan = backend::plan(&of_f64, task, None).unwrap();
-                    let of_case = terms(&case, DType::F64, divergence);
-                    let truth = backend::log_prob_loss(&of_f64, &*of_case, needs_grad, &plan).unwrap();
+                    let plan = case.plan_for(&backend.0, task);
+                    let terms = divergence_terms(&case, DType::F32, divergence);
+                    let found = backend.log_prob_loss(&case.operands(dtype), &*terms, needs_grad, &plan).unwrap();
+                    let plan = backend::plan(&operands_in_f64, task, None).unwrap();
+                    let terms = divergence_terms(&case, DType::F64, divergence);
+                    let truth = backend::log_prob_loss(&operands_in_f64, &*terms, needs_grad, &plan).unwrap();
                     for (name, found, truth) in [
                         ("contexts", found.gradients.contexts, truth.gradients.contexts),
                         ("log_priors", found.gradients.log_priors, truth.gradients.log_priors),

@@ -1,6 +1,6 @@
 //! Mutation tests: kernels with a mistake, which the checks must catch.
 
-use super::case::{best_ids, case, error, options, Case, ALL};
+use super::case::{case, error, options, top_k_and_truth, Case, ALL};
 use super::scores::{scored, ScoreCase};
 use super::*;
 
@@ -11,13 +11,13 @@ use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 /// Plausible mistakes in the source that both languages share.
-const ROWS_MUTATIONS: [(&str, &str); 35] = [
+const SHARED_MUTATIONS: [(&str, &str); 35] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
-    ("if (rows.own && id >= 0) sum.add({rows.own[r], 1.f});", ""),
-    ("rows.own ? rows.own[r] : logits.at(row, id)", "logits.at(row, id)"),
-    ("if (v == id && rows.own) continue;", ""),
-    ("weighted(mass, of_target) - rows.hard_mass(r)", "-rows.hard_mass(r)"),
+    ("if (rows.own_logits && id >= 0) sum.add({rows.own_logits[r], 1.f});", ""),
+    ("rows.own_logits ? rows.own_logits[r] : logits.at(row, id)", "logits.at(row, id)"),
+    ("if (v == id && rows.own_logits) continue;", ""),
+    ("weighted(mass, target_softmax) - rows.hard_mass(r)", "-rows.hard_mass(r)"),
     ("if (v == id) g[i] -= scale * hard_mass;", ""),
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
     ("g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);", ""),
@@ -29,25 +29,25 @@ const ROWS_MUTATIONS: [(&str, &str); 35] = [
     ("counts[t] = weight * class_weight;", "counts[t] = weight;"),
     ("if (bias) logit += bias[v];", ""),
     ("logit *= scale;", ""),
-    ("x == last.value && v > last.at", "x == last.value && v >= last.at"),
-    ("last = block_reduce(best, tid, of_warps);\n        if", "last = best;\n        if"),
-    ("log_norm = block_reduce(sum, tid, sums_of_warps).value();", "log_norm = sum.value();"),
-    ("entropy = block_reduce(entropy, tid, of_warps);", ""),
+    ("x == last.value && v > last.id", "x == last.value && v >= last.id"),
+    ("last = block_reduce(next, tid, warp_largest);\n        if", "last = next;\n        if"),
+    ("log_norm = block_reduce(sum, tid, warp_sums).value();", "log_norm = sum.value();"),
+    ("entropy = block_reduce(entropy, tid, warp_values);", ""),
     ("entropy -= q == 0.f ? 0.f : q * log_q;", "entropy -= q * log_q;"),
     ("not_negative(log_norm - scored.power * sum.value())", "not_negative(-sum.value())"),
-    ("of_log_probs + weighted(of_entropy, entropy)", "of_log_probs"),
-    ("scored.slope(t) = of_entropy;", "scored.slope(t) = 0.f;"),
+    ("log_prob_gradients + weighted(entropy_gradient, entropy)", "log_prob_gradients"),
+    ("scored.slope(t) = entropy_gradient;", "scored.slope(t) = 0.f;"),
     ("if (id >= 0 && id % BLOCK == (int)tid) log_p[id] = minus_infinity();", ""),
     ("log_outside = 0.f - not_negative(log_norm - log_sum);", "log_outside = log_sum;"),
-    ("of_log_probs += of_outside;", ""),
+    ("log_prob_gradients += outside_gradient;", ""),
     ("if (is_first) scored.mass(t, i) +=", "scored.mass(t, i) +="),
     ("weighted(outside, exponential(log_q - log_outside))", "0.f"),
-    ("scales[t] = size == 0.f ? 0.f : 1.f;", "scales[t] = 1.f / size;"),
+    ("scales[t] = mass_bound == 0.f ? 0.f : 1.f;", "scales[t] = 1.f / mass_bound;"),
     (
-        "const float part = scored.part(rows, t, i, r % logits.components",
-        "const float part = scored.part(rows, t, i, 0",
+        "const float candidate_mass = scored.component_mass(rows, t, i, r % logits.components",
+        "const float candidate_mass = scored.component_mass(rows, t, i, 0",
     ),
-    ("if (scored.id(t, j, logits.vocab) == v) g -=", "if (j == i) g -="),
+    ("if (scored.id(t, j, logits.vocab) == v) {", "if (j == i) {"),
     ("v / 4 % BLOCK != (int)tid", "v % BLOCK != (int)tid"),
     ("store(to + v, g == 0.f ? 0.f : g * logits.slope(logit));", "store(to + v, g);"),
 ];
@@ -87,7 +87,7 @@ fn wrong_kernels_are_caught() {
         let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };
         let outside = ScoreCase { outside: true, ..scored(case(4, 2, 6, 300), 4, true, 0.7) };
         let score_cases = [scored(softcap, 3, true, 0.7), masked, outside];
-        let mut changes = ROWS_MUTATIONS.to_vec();
+        let mut changes = SHARED_MUTATIONS.to_vec();
         if language == Language::Metal {
             changes.extend(METAL_MUTATIONS);
         }
@@ -103,7 +103,7 @@ fn wrong_kernels_are_caught() {
             let is_wrong =
                 |case: &Case| exceeds(case.loss_error(gpu, |dtype| case.objective(dtype)).0, case.tolerance());
             let ids_are_wrong = || {
-                let (ids, _, expected, _) = best_ids(gpu, &cases[0], 7);
+                let (ids, _, expected, _) = top_k_and_truth(gpu, &cases[0], 7);
                 ids != expected
             };
             let scores_are_wrong = |case: &ScoreCase| exceeds(case.error(gpu, 1.0).0, case.mixture.tolerance());
@@ -132,8 +132,8 @@ fn an_access_outside_a_tensor_ends_the_process() {
         // Only in Metal: an absent buffer is read.
         ("GIVEN(1, upstream)", "upstream"),
     ];
-    let of_cuda = changes.split_last().unwrap().1.iter().map(|&(text, to)| (Language::Cuda, text, to));
-    let choices = of_cuda.chain(changes.map(|(text, to)| (Language::Metal, text, to)));
+    let cuda = changes.split_last().unwrap().1.iter().map(|&(text, to)| (Language::Cuda, text, to));
+    let choices = cuda.chain(changes.map(|(text, to)| (Language::Metal, text, to)));
     if let Ok(choice) = std::env::var(CHOICE) {
         let (language, text, replacement) = choices.clone().nth(choice.parse().unwrap()).unwrap();
         let gpu =

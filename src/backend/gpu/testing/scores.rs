@@ -4,7 +4,7 @@ use super::case::{case, error, random, Case};
 use super::*;
 
 use crate::backend::contract::LossResults;
-use crate::backend::objective::{Scored, OF_POSITION};
+use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::task::Task;
@@ -13,7 +13,7 @@ use crate::backend::{self, gpu};
 /// A mixture with scores and an upstream gradient for each.
 pub(super) struct ScoreCase {
     pub(super) mixture: Case,
-    /// Candidates for each position.
+    /// The number of candidates of each position.
     pub(super) n: usize,
     pub(super) entropy: bool,
     pub(super) outside: bool,
@@ -22,7 +22,7 @@ pub(super) struct ScoreCase {
     pub(super) masked: bool,
     /// Whether the log-prior of one component at each position is minus infinity.
     pub(super) pruned: bool,
-    /// What the logit of the first id, the first position's candidate, exceeds the others by.
+    /// A number that is added to the logit of the first id, a candidate of the first position.
     pub(super) excess: f64,
     pub(super) upstream: Upstream,
 }
@@ -38,12 +38,14 @@ pub(super) enum Upstream {
     OddPositions,
 }
 
+/// Scores of a mixture with all upstream gradients.
 pub(super) fn scored(mixture: Case, n: usize, entropy: bool, temperature: f64) -> ScoreCase {
     let (outside, masked, pruned) = (false, false, false);
     ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, excess: 0.0, upstream: Upstream::All }
 }
 
 impl ScoreCase {
+    /// The operands, some of whose ids or components are impossible.
     fn operands(&self, dtype: DType) -> Operands {
         let Sizes { positions, components, vocab, .. } = self.mixture.sizes;
         let operands = self.mixture.operands(dtype);
@@ -63,18 +65,19 @@ impl ScoreCase {
         }
     }
 
-    /// The first two candidates of a position are equal, and so on.
+    /// The scores. The first two candidates of a position are equal, and so are the next two, and so on.
     pub(super) fn scored(&self) -> Scored {
         let Sizes { positions, vocab, .. } = self.mixture.sizes;
         let id = |i: usize| (i / self.n * 5 + i % self.n / 2 * 7) % vocab.div_ceil(3) * 3;
         let ids: Vec<u32> = (0..positions * self.n).map(|i| id(i) as u32).collect();
         let token_ids = Tensor::from_vec(ids, (positions, self.n), &Device::Cpu).unwrap();
         let &ScoreCase { entropy, outside, temperature, .. } = self;
-        Scored { token_ids, entropy, outside, is_argmax: true, temperature }
+        Scored { token_ids, needs_entropy: entropy, needs_outside: outside, needs_argmax: true, temperature }
     }
 
+    /// The upstream gradient of each score.
     fn upstream(&self) -> Tensor {
-        let (positions, columns) = (self.mixture.sizes.positions, self.n + OF_POSITION);
+        let (positions, columns) = (self.mixture.sizes.positions, self.n + POSITION_SCORES);
         let has = |i: usize| match self.upstream {
             Upstream::All => true,
             Upstream::LogProbs => i % columns < self.n,
@@ -103,6 +106,7 @@ impl ScoreCase {
         compute(&self.operands(dtype), &self.scored(), &terms, self.mixture.needs_grad())
     }
 
+    /// The scores and the loss on the CPU in f64.
     fn truth(&self) -> (Tensor, LossResults) {
         let (operands, scored) = (self.operands(DType::F64), self.scored());
         let task = Task::scores(&scored, &operands, self.mixture.needs_grad()).unwrap();
@@ -113,10 +117,13 @@ impl ScoreCase {
         (joined(backend::scores(&operands, &scored, &plan).unwrap()), loss)
     }
 
+    /// The plan for the scores and the gradients that are needed.
     fn plan(&self, gpu: &EmulatedGpu, needs_grad: NeedsGrad) -> Plan {
-        self.mixture.plan_of(gpu, Task::scores(&self.scored(), &self.operands(self.mixture.dtype), needs_grad).unwrap())
+        self.mixture
+            .plan_for(gpu, Task::scores(&self.scored(), &self.operands(self.mixture.dtype), needs_grad).unwrap())
     }
 
+    /// The scores and the loss on the emulated GPU.
     fn found(&self, gpu: &EmulatedGpu, factor: f64) -> (Tensor, LossResults) {
         let dtype = self.mixture.dtype;
         let plan = self.plan(gpu, NeedsGrad::default());
@@ -153,6 +160,7 @@ impl ScoreCase {
         errors.chain(others).max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
     }
 
+    /// Asserts that the error is within the tolerance.
     fn check(&self, gpu: &EmulatedGpu) {
         let (error, name) = self.error(gpu, 1.0);
         let ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, excess, upstream } = self;
@@ -167,7 +175,7 @@ impl ScoreCase {
     }
 }
 
-/// The scores, and behind them whether each candidate is the most probable id.
+/// Joins the scores and, behind them, whether each candidate is the most probable id.
 fn joined((scores, are_argmax): (Tensor, Option<Tensor>)) -> Tensor {
     let are_argmax = are_argmax.unwrap().to_dtype(scores.dtype()).unwrap();
     Tensor::cat(&[&scores, &are_argmax], 1).unwrap()
@@ -193,7 +201,7 @@ fn scores_and_their_losses_equal_those_of_the_cpu_in_f64() {
 }
 
 #[test]
-fn so_they_do_with_every_kind_of_logits_and_upstream_gradient() {
+fn every_kind_of_logits_and_upstream_gradient_equals_those_of_the_cpu() {
     for gpu in EmulatedGpu::all() {
         for components in [1, 4] {
             for temperature in [1.0, 0.7] {
@@ -353,7 +361,7 @@ fn scores_that_do_not_depend_on_all_ids_need_no_workspace_for_them() {
             let task = Task::scores(&case.scored(), &operands, case.mixture.needs_grad()).unwrap();
             gpu::plan(gpu.kind(), case.mixture.sizes, DType::F32, task, None).unwrap().workspace_bytes
         };
-        let row = gpu.kind().allocated * 5 * 1000 * DType::F32.size_in_bytes();
+        let row = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
         assert_eq!(bytes(true, 1.0), bytes(false, 1.0) + row);
         assert_eq!(bytes(false, 0.5), bytes(true, 1.0));
     }

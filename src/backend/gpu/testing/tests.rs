@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::case::{best_ids, case, error, options, plain_objective, random, Case, ALL};
+use super::case::{case, error, options, plain_objective, random, top_k_and_truth, Case, ALL};
 use super::*;
 
 use crate::backend::contract::Backend;
@@ -72,7 +72,7 @@ fn f64_is_an_error_that_names_the_backend() {
         let case = case(2, 1, 3, 5);
         let (operands, task) = (case.operands(DType::F64), Task::log_probs(NeedsGrad::default()));
         let name = gpu.kind().kernels.to_string();
-        let plan = gpu::On(gpu).plan(&operands, task, None);
+        let plan = gpu::GpuBackend(gpu).plan(&operands, task, None);
         let Err(crate::Error::DType { argument: "hidden", expected, got: DType::F64 }) = plan else {
             panic!("{plan:?}")
         };
@@ -210,11 +210,24 @@ fn the_most_probable_ids_equal_those_of_a_sort() {
         for (positions, vocab, k) in [(5, 37, 4), (2, 1, 1), (3, 1100, 9), (1, 6, 6)] {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let case = Case { dtype, ..case(positions, 3, 6, vocab) };
-                let (ids, log_probs, expected, values) = best_ids(&gpu, &case, k);
+                let (ids, log_probs, expected, values) = top_k_and_truth(&gpu, &case, k);
                 assert_eq!(ids, expected, "{dtype:?} {vocab} {:?}", gpu.language);
                 assert!(error(&log_probs, &values) <= 1e-5);
             }
         }
+    }
+}
+
+#[test]
+fn the_plan_of_a_ranking_has_room_for_the_log_probabilities_of_a_chunk() {
+    for gpu in EmulatedGpu::all() {
+        let bytes = |top_k| {
+            let case = Case { chunk: 5, ..case(5, 2, 4, 1000) };
+            let task = Task { top_k, ..Task::log_probs(NeedsGrad::default()) };
+            gpu::plan(gpu.kind(), case.sizes, DType::F32, task, None).unwrap().workspace_bytes
+        };
+        let log_probs = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
+        assert_eq!(bytes(Some(3)), bytes(None) + log_probs);
     }
 }
 

@@ -1,0 +1,182 @@
+//! The row kernels: their source, and the arguments of each.
+//!
+//! A kernel `name` has a structure `Name`, whose fields are its parameters in `cuda/mixture.cu` and
+//! `metal/mixture.metal`, by name and in their order. A test (`testing/parameters.rs`) compares the three. What a
+//! kernel computes, and what a block and a thread of it stand for, is written at its function in the headers.
+
+use candle_core::DType;
+
+use super::arguments::{Argument, LogitsArgument, ObjectiveArgument, Read, RowsArgument, ScoredArgument, Write};
+use super::device::Gpu;
+use crate::error::Result;
+
+/// The headers of the kernels, by their names in `gpu/kernels`, in the order in which the sources include them.
+#[cfg(any(feature = "metal", test))]
+pub(in crate::backend) const HEADERS: [(&str, &str); 7] = [
+    ("arguments.h", include_str!("kernels/arguments.h")),
+    ("reductions.h", include_str!("kernels/reductions.h")),
+    ("loss.h", include_str!("kernels/loss.h")),
+    ("log_probs.h", include_str!("kernels/log_probs.h")),
+    ("scores.h", include_str!("kernels/scores.h")),
+    ("gradients.h", include_str!("kernels/gradients.h")),
+    ("targets.h", include_str!("kernels/targets.h")),
+];
+
+/// The arguments of a kernel.
+pub(in crate::backend) trait Kernel: Sized {
+    /// The name of the kernel. A kernel that is compiled for several types has the name of the type behind it.
+    const NAME: &'static str;
+
+    /// The name and type of each parameter.
+    #[cfg(all(test, target_os = "linux"))]
+    const PARAMETERS: &'static [(&'static str, &'static str)];
+
+    /// The arguments in the order of the parameters.
+    fn arguments(self) -> impl AsRef<[Argument]>;
+
+    /// Launches the kernel with `blocks` blocks.
+    fn launch<G: Gpu>(self, gpu: &G, blocks: usize) -> Result<()> {
+        gpu.launch(Self::NAME, blocks, self.arguments().as_ref())
+    }
+
+    /// Launches the kernel for elements of a type, with `blocks` blocks.
+    fn launch_for<G: Gpu>(self, gpu: &G, dtype: DType, blocks: usize) -> Result<()> {
+        gpu.launch(&format!("{}_{}", Self::NAME, dtype.as_str()), blocks, self.arguments().as_ref())
+    }
+}
+
+/// Declares the structures of kernels' arguments.
+macro_rules! kernels {
+    ($($name:ident($arguments:ident) { $($parameter:ident: $kind:ty,)* })*) => {$(
+        #[doc = concat!("The arguments of the kernel `", stringify!($name), "`.")]
+        pub(in crate::backend) struct $arguments {
+            $(pub(in crate::backend) $parameter: $kind,)*
+        }
+
+        impl $crate::backend::gpu::kernels::Kernel for $arguments {
+            const NAME: &'static str = stringify!($name);
+
+            #[cfg(all(test, target_os = "linux"))]
+            const PARAMETERS: &'static [(&'static str, &'static str)] =
+                &[$((stringify!($parameter), stringify!($kind)),)*];
+
+            fn arguments(self) -> impl AsRef<[$crate::backend::gpu::arguments::Argument]> {
+                [$(self.$parameter.into(),)*]
+            }
+        }
+    )*};
+}
+pub(in crate::backend) use kernels;
+
+// In loss.h:
+kernels! {
+    row_log_sum_exp(RowLogSumExp) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+    }
+    position_loss(PositionLoss) {
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        nll: Write,
+        loss: Write,
+        positions: i32,
+        components: i32,
+    }
+}
+
+// In log_probs.h:
+kernels! {
+    mixture_log_probs(MixtureLogProbs) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        log_probs: Write,
+        out_stride: i64,
+        loss: Write,
+        argmax: Write,
+    }
+    top_k(TopK) {
+        log_probs: Read,
+        stride: i64,
+        vocab: i32,
+        k: i32,
+        ids: Write,
+        id_log_probs: Write,
+    }
+}
+
+// In scores.h:
+kernels! {
+    position_scores(PositionScores) {
+        logits: LogitsArgument,
+        rows: RowsArgument,
+        scored: ScoredArgument,
+        log_probs: Write,
+        scores: Write,
+    }
+    position_masses(PositionMasses) {
+        scored: ScoredArgument,
+        scores: Read,
+        upstream: Read,
+        scales: Write,
+        mass_bounds: Write,
+        positions: i32,
+        vocab: i32,
+    }
+}
+
+// In gradients.h:
+kernels! {
+    row_soft_mass(RowSoftMass) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        scored: ScoredArgument,
+        log_probs: Read,
+    }
+    position_gradients(PositionGradients) {
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        log_prior_gradient: Write,
+        own_gradient: Write,
+        positions: i32,
+        components: i32,
+    }
+    row_gradient(RowGradient) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        scored: ScoredArgument,
+        log_probs: Read,
+        gradient: Write,
+    }
+}
+
+// In targets.h:
+kernels! {
+    position_targets(PositionTargets) {
+        targets: Read,
+        position_weights: Read,
+        class_weights: Read,
+        ignore_index: i64,
+        has_ignore_index: i32,
+        smoothing: f32,
+        ids: Write,
+        hard: Write,
+        weights: Write,
+        counts: Write,
+        positions: i32,
+        vocab: i64,
+        first_row: i64,
+        row_count: i32,
+    }
+    position_gradient_scales(PositionGradientScales) {
+        weights: Read,
+        upstream: Read,
+        common_scale: Read,
+        largest_weight: Read,
+        scales: Write,
+        positions: i32,
+    }
+}

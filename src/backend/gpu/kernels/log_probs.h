@@ -1,0 +1,58 @@
+// The kernels of the mixture's log-probabilities, and of the most probable ids.
+
+// One block per position: computes log p(v) of every id, adds the soft part of the objective to `loss`, and finds the
+// most probable id; each is left out if its pointer is null.
+template <typename T>
+FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, GLOBAL T *log_probs, i64 out_stride,
+                                GLOBAL float *loss, GLOBAL int *argmax, uint block, uint tid,
+                                SHARED float *warp_values, SHARED Largest *warp_largest) {
+    const i64 t = block;
+    GLOBAL const float *position = logits.z + t * logits.components * logits.stride;
+    GLOBAL const float *soft = objective.soft_row(t);
+    float soft_loss = 0.f;
+    Largest largest = {minus_infinity(), 0x7fffffff};
+    for (int v = tid; v < logits.vocab; v += BLOCK) {
+        Sum sum = {minus_infinity(), 0.f};
+        for (int k = 0; k < logits.components; ++k) {
+            const float term = rows.joint(t * logits.components + k, logits.at(position + k * logits.stride, v));
+            if (logits.components == 1) sum = {term, 1.f};
+            else sum.add({term, 1.f});
+        }
+        const float value = logits.components == 1 ? sum.largest : sum.value();
+        // Rounding may make it positive.
+        const float log_p = value > 0.f ? 0.f : value;
+        if (log_probs) store(log_probs + t * out_stride + v, log_p);
+        if (soft) soft_loss += weighted(soft[v], -log_p);
+        largest.add({log_p, v});
+    }
+    if (loss && soft) {
+        soft_loss = block_reduce(soft_loss, tid, warp_values);
+        if (tid == 0 && (!objective.ids || objective.ids[t] != IGNORED)) loss[t] += soft_loss;
+    }
+    if (argmax) {
+        largest = block_reduce(largest, tid, warp_largest);
+        if (tid == 0) argmax[t] = largest.id;
+    }
+}
+
+// One block per position: finds the k most probable ids and their log-probabilities, in descending order; ties go to
+// the lower id, and a NaN comes first. Each scan finds the largest among the ids that come after the last one found.
+FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k, GLOBAL int *ids,
+                    GLOBAL float *id_log_probs, uint block, uint tid, SHARED Largest *warp_largest) {
+    const i64 t = block;
+    GLOBAL const float *log_p = log_probs + t * stride;
+    Largest last = {-minus_infinity(), -1};
+    for (int i = 0; i < k; ++i) {
+        Largest next = {minus_infinity(), 0x7fffffff};
+        for (int v = tid; v < vocab; v += BLOCK) {
+            const float x = log_p[v];
+            const bool comes_after = x < last.value || (x == last.value && v > last.id);
+            if (comes_after || x != x) next.add({x, v});
+        }
+        last = block_reduce(next, tid, warp_largest);
+        if (tid == 0) {
+            ids[t * k + i] = last.id;
+            id_log_probs[t * k + i] = last.value;
+        }
+    }
+}

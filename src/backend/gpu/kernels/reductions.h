@@ -1,0 +1,52 @@
+// Sums and largest values over the threads of a block.
+
+// A running log-sum-exp: the largest term, and the sum of the exponentials relative to it.
+struct Sum {
+    float largest;
+    float sum;
+
+    FUNCTION void add(Sum other) {
+        const float m = larger(largest, other.largest), reference = finite_or_zero(m);
+        sum = sum * exponential(largest - reference) + other.sum * exponential(other.largest - reference);
+        largest = m;
+    }
+    FUNCTION float value() const { return finite_or_zero(largest) + logarithm(sum); }
+};
+
+// The largest value so far, and the id that has it.
+struct Largest {
+    float value;
+    int id;
+
+    // Takes the other value if it is larger. Ties go to the lower id; a NaN is larger than all numbers.
+    FUNCTION void add(Largest other) {
+        const bool is_nan = value != value, other_is_nan = other.value != other.value;
+        const bool is_larger = is_nan || other_is_nan
+                                   ? other_is_nan && (!is_nan || other.id < id)
+                                   : other.value > value || (other.value == value && other.id < id);
+        if (is_larger) {
+            value = other.value;
+            id = other.id;
+        }
+    }
+};
+
+FUNCTION Sum shuffled(Sum x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
+FUNCTION Largest shuffled(Largest x, int lane) { return {shuffled(x.value, lane), shuffled(x.id, lane)}; }
+FUNCTION void join(LOCAL float &x, float other) { x += other; }
+template <typename X> FUNCTION void join(LOCAL X &x, X other) { x.add(other); }
+
+// Joins the values of the block's threads in a fixed order; every thread gets the result. `warp_values` has room for a
+// value of each warp.
+template <typename X> FUNCTION X block_reduce(X x, uint tid, SHARED X *warp_values) {
+    for (int lane = 16; lane; lane >>= 1) join(x, shuffled(x, lane));
+    if (tid % 32 == 0) warp_values[tid / 32] = x;
+    synchronize();
+    x = warp_values[0];
+    for (int w = 1; w < WARPS; ++w) {
+        const X other = warp_values[w];
+        join(x, other);
+    }
+    synchronize();
+    return x;
+}

@@ -1,0 +1,33 @@
+// The kernels that prepare the targets and weights of all positions, before the chunks.
+
+// One thread per position: computes the row of the target, which is among the `row_count` ids of the vocabulary from
+// `first_row` on, or why there is none; the mass of the target; the weight of the position; and what it adds to the
+// denominator of the mean.
+FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *position_weights,
+                               GLOBAL const float *class_weights, i64 ignore_index, int has_ignore_index,
+                               float smoothing, GLOBAL int *ids, GLOBAL float *hard, GLOBAL float *weights,
+                               GLOBAL float *counts, int positions, i64 vocab, i64 first_row, int row_count,
+                               uint block, uint tid) {
+    const i64 t = (i64)block * BLOCK + tid;
+    if (t >= positions) return;
+    const i64 target = targets[t];
+    const bool is_ignored = has_ignore_index && target == ignore_index;
+    const bool is_id = !is_ignored && target >= 0 && target < vocab;
+    const float class_weight = is_id && class_weights ? class_weights[target] : 1.f;
+    const float weight = is_ignored ? 0.f : position_weights ? position_weights[t] : 1.f;
+    const bool is_here = is_id && target >= first_row && target < first_row + row_count;
+    ids[t] = is_ignored ? IGNORED : is_here ? (int)(target - first_row) : is_id ? ELSEWHERE : INVALID;
+    hard[t] = class_weight * (1.f - smoothing);
+    weights[t] = weight;
+    counts[t] = weight * class_weight;
+}
+
+// One thread per position: computes the scale of its gradients, divided by `common_scale` and by `largest_weight`.
+FUNCTION void position_gradient_scales(GLOBAL const float *weights, GLOBAL const float *upstream,
+                                       GLOBAL const float *common_scale, GLOBAL const float *largest_weight,
+                                       GLOBAL float *scales, int positions, uint block, uint tid) {
+    const i64 t = (i64)block * BLOCK + tid;
+    if (t >= positions) return;
+    const float weight = weights[t] / *largest_weight;
+    scales[t] = !upstream ? weight : *common_scale == 0.f ? 0.f : upstream[t] / *common_scale * weight;
+}

@@ -1,0 +1,135 @@
+//! The targets of a loss on a GPU, and the scales of its gradients, which follow from weights and reduction: the
+//! kernels of `kernels/targets.h`, and what they read. Nothing waits for the device.
+
+use candle_core::{DType, Tensor, D};
+
+use super::arguments::{Read, Write};
+use super::device::{Buffer, Gpu, BLOCK};
+use super::kernels::{Kernel, PositionGradientScales, PositionTargets};
+use crate::backend::objective::{GradScale, TargetLoss};
+use crate::backend::operands::Operands;
+use crate::error::Result;
+
+/// The targets of a loss, as the kernel `position_targets` writes them, `[positions]` each.
+pub(super) struct TargetIds {
+    /// The row of each target, or why there is none.
+    pub(super) ids: Buffer,
+    /// The mass of each target in `q`.
+    pub(super) hard: Buffer,
+    pub(super) weights: Buffer,
+    /// The denominator of the mean, a scalar.
+    pub(super) count: Tensor,
+}
+
+impl TargetIds {
+    /// The targets and weights of a loss.
+    pub(super) fn new<G: Gpu>(
+        gpu: &G,
+        loss: &TargetLoss,
+        class_weights: &Option<Buffer>,
+        operands: &Operands,
+    ) -> Result<Self> {
+        let (positions, device) = (operands.sizes.positions, loss.targets.device());
+        // Every row of the weight can be a target.
+        let weight_rows = 0..operands.weight_rows()?;
+        let (vocab_size, rows) = match &loss.shard {
+            Some(shard) => (shard.vocab_size(), shard.range()),
+            None => (weight_rows.end, weight_rows),
+        };
+        // A GPU cannot launch zero blocks, not even to convert a dtype.
+        let targets =
+            if positions == 0 { Tensor::zeros(1, DType::I64, device)? } else { loss.targets.to_dtype(DType::I64)? };
+        let targets = Buffer::new(gpu, targets)?;
+        let position_weights = Buffer::from_option(gpu, &loss.position_weights)?;
+        let ids = Buffer::new(gpu, Tensor::full(u32::MAX, positions.max(1), device)?)?;
+        let zeros = || Buffer::zeros(gpu, positions, DType::F32, device);
+        let (hard, weights, counts) = (zeros()?, zeros()?, zeros()?);
+        let arguments = PositionTargets {
+            targets: Read(targets.at(0)),
+            position_weights: Read(Buffer::or_null(&position_weights)),
+            class_weights: Read(Buffer::or_null(class_weights)),
+            ignore_index: loss.ignore_index.unwrap_or(0),
+            has_ignore_index: i32::from(loss.ignore_index.is_some()),
+            smoothing: loss.terms.label_smoothing as f32,
+            ids: Write(ids.at(0)),
+            hard: Write(hard.at(0)),
+            weights: Write(weights.at(0)),
+            counts: Write(counts.at(0)),
+            positions: positions as i32,
+            vocab: vocab_size as i64,
+            first_row: rows.start as i64,
+            row_count: rows.len() as i32,
+        };
+        arguments.launch(gpu, positions.div_ceil(BLOCK))?;
+        Ok(TargetIds { ids, hard, weights, count: counts.tensor.sum_all()? })
+    }
+}
+
+/// The scale of each position's gradients, and a factor of all of them.
+pub(super) struct GradientScales {
+    /// `[positions]`, divided by the factor, so that the largest is about 1.
+    pub(super) scales: Buffer,
+    /// A scalar.
+    pub(super) factor: Tensor,
+}
+
+impl GradientScales {
+    /// The scales that follow from the weights and the reduction of a loss.
+    pub(super) fn new<G: Gpu>(
+        gpu: &G,
+        loss: &TargetLoss,
+        targets: &TargetIds,
+        class_weights: &Option<Buffer>,
+    ) -> Result<Self> {
+        let positions = loss.targets.elem_count();
+        let scales = Buffer::zeros(gpu, positions, DType::F32, loss.targets.device())?;
+        let upstream = counted_upstream(gpu, loss, targets)?;
+        let common_scale = common_scale(loss, targets, &upstream)?;
+        let largest_weight = Buffer::new(gpu, largest_weight(targets, class_weights)?)?;
+        let factor = (&common_scale * &largest_weight.tensor)?;
+        let common_scale = Buffer::new(gpu, common_scale)?;
+        let arguments = PositionGradientScales {
+            weights: Read(targets.weights.at(0)),
+            upstream: Read(Buffer::or_null(&upstream)),
+            common_scale: Read(common_scale.at(0)),
+            largest_weight: Read(largest_weight.at(0)),
+            scales: Write(scales.at(0)),
+            positions: positions as i32,
+        };
+        arguments.launch(gpu, positions.div_ceil(BLOCK))?;
+        Ok(GradientScales { scales, factor })
+    }
+}
+
+/// The upstream gradient of each position, if there is one: zero at positions without weight, which do not count,
+/// whatever their upstream gradient is.
+fn counted_upstream<G: Gpu>(gpu: &G, loss: &TargetLoss, targets: &TargetIds) -> Result<Option<Buffer>> {
+    let GradScale::Upstream(upstream) = &loss.scale else { return Ok(None) };
+    let upstream = upstream.to_dtype(DType::F32)?;
+    if upstream.elem_count() == 0 {
+        return Ok(Some(Buffer::new(gpu, upstream)?));
+    }
+    let counts = targets.weights.tensor.ne(0f32)?;
+    Ok(Some(Buffer::new(gpu, counts.where_cond(&upstream, &upstream.zeros_like()?)?)?))
+}
+
+/// The factor that the reduction gives to the gradients of all positions, a scalar; of upstream gradients, the largest.
+fn common_scale(loss: &TargetLoss, targets: &TargetIds, upstream: &Option<Buffer>) -> Result<Tensor> {
+    let count = &targets.count;
+    Ok(match (upstream, &loss.scale) {
+        (Some(upstream), _) if upstream.tensor.elem_count() > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
+        (None, GradScale::OneOverCount) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
+        (None, GradScale::Constant(factor)) => (count.ones_like()? * *factor)?,
+        _ => count.ones_like()?,
+    })
+}
+
+/// The largest magnitude of a position's weight times that of a class's, a scalar; 1 if it is zero.
+fn largest_weight(targets: &TargetIds, class_weights: &Option<Buffer>) -> Result<Tensor> {
+    let largest = targets.weights.tensor.abs()?.max(0)?;
+    let largest = match class_weights {
+        Some(class_weights) => (largest * class_weights.tensor.abs()?.max(0)?)?,
+        None => largest,
+    };
+    Ok(largest.eq(0f32)?.where_cond(&largest.ones_like()?, &largest)?)
+}

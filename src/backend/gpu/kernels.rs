@@ -66,6 +66,8 @@ macro_rules! kernels {
         }
     )*};
 }
+// Metal declares its own kernels.
+#[cfg(any(feature = "metal", all(test, target_os = "linux")))]
 pub(in crate::backend) use kernels;
 
 // In loss.h:

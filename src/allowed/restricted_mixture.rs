@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::gathered_rows::{gathered_softmax, is_single};
 use super::ids::AllowedIds;
-use super::rows::{expand_columns, SetLogProbs};
+use super::set_log_probs::{expand_columns, SetLogProbs};
 use crate::backend::operands::Sizes;
 use crate::error::{OptionName, Result};
 use crate::loss::{Loss, LossOptions, Precision, Request};

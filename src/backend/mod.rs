@@ -74,107 +74,39 @@ fn unsupported(device: &Device) -> Error {
     Error::Device { argument: "hidden", expected: expected.join(" or "), got: format!("{:?}", device.location()) }
 }
 
-pub(crate) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-    on_device!(operands.contexts.device(), backend => backend.plan(operands, task, budget))
+/// Defines functions of the names of [`Backend`]'s operations: each calls the operation of the device's backend, with the
+/// same arguments.
+macro_rules! dispatch {
+    ($(fn $operation:ident$(<$query:ident>)?($($argument:ident: $type:ty),*) -> $result:ty; by $device:expr;)*) => {$(
+        #[doc = concat!("Calls [`Backend::", stringify!($operation), "`] of the backend of the arguments' device.")]
+        pub(crate) fn $operation$(<$query: Visit>)?($($argument: $type),*) -> Result<$result> {
+            let device = $device.clone();
+            on_device!(&device, backend => backend.$operation($($argument),*))
+        }
+    )*};
 }
 
-pub(crate) fn loss(
-    operands: &Operands,
-    objective: &Objective,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
-    on_device!(operands.contexts.device(), backend => backend.loss(operands, objective, needs_grad, plan))
-}
-
-pub(crate) fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-    on_device!(operands.contexts.device(), backend => backend.log_probs(operands, dtype, plan))
-}
-
-pub(crate) fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> Result<(Tensor, Option<Tensor>)> {
-    on_device!(operands.contexts.device(), backend => backend.scores(operands, scored, plan))
-}
-
-pub(crate) fn score_gradients(
-    operands: &Operands,
-    scored: &Scored,
-    upstream: &Tensor,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<Gradients> {
-    on_device!(operands.contexts.device(), backend => {
-        backend.score_gradients(operands, scored, upstream, needs_grad, plan)
-    })
-}
-
-pub(crate) fn score_loss(
-    operands: &Operands,
-    scored: &Scored,
-    terms: &ScoreTerms,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
-    on_device!(operands.contexts.device(), backend => backend.score_loss(operands, scored, terms, needs_grad, plan))
-}
-
-pub(crate) fn log_prob_loss(
-    operands: &Operands,
-    terms: &LogProbTerms,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
-    on_device!(operands.contexts.device(), backend => backend.log_prob_loss(operands, terms, needs_grad, plan))
-}
-
-pub(crate) fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
-    let device = log_probs.device().clone();
-    on_device!(&device, backend => backend.divergence(log_probs, log_teacher, terms))
-}
-
-pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
-    on_device!(operands.contexts.device(), backend => backend.top_k(operands, k))
-}
-
-pub(crate) fn visit<V: Visit>(operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-    on_device!(operands.contexts.device(), backend => backend.visit(operands, visit))
-}
-
-pub(crate) fn visit_shard<V: Visit>(operands: &Operands, shard: &VocabShard, visit: &V) -> Result<Vec<V::Output>> {
-    on_device!(operands.contexts.device(), backend => backend.visit_shard(operands, shard, visit))
-}
-
-pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
-    on_device!(left.device(), backend => backend.matmul(left, right))
-}
-
-pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
-    on_device!(contexts.device(), backend => backend.list_products(contexts, matrix, lists))
-}
-
-pub(crate) fn list_product_gradients(
-    contexts: &Tensor,
-    matrix: &Tensor,
-    lists: &IdLists,
-    upstream: &Tensor,
-    needed: [bool; 2],
-) -> Result<[Option<Tensor>; 2]> {
-    on_device!(contexts.device(), backend => {
-        backend.list_product_gradients(contexts, matrix, lists, upstream, needed)
-    })
-}
-
-pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
-    on_device!(values.device(), backend => backend.scattered_rows(values, ids, rows))
-}
-
-pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
-    on_device!(gradient.device(), backend => backend.rounded(gradient, dtype))
-}
-
-pub(crate) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    on_device!(z.device(), backend => backend.bias_tanh(z, bias))
-}
-
-pub(crate) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
-    on_device!(result.device(), backend => backend.tanh_gradient(result, upstream))
+dispatch! {
+    fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Plan; by operands.contexts.device();
+    fn loss(operands: &Operands, objective: &Objective, needs_grad: NeedsGrad, plan: &Plan) -> LossResults; by operands.contexts.device();
+    fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Tensor; by operands.contexts.device();
+    fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> (Tensor, Option<Tensor>); by operands.contexts.device();
+    fn score_gradients(operands: &Operands, scored: &Scored, upstream: &Tensor, needs_grad: NeedsGrad, plan: &Plan)
+        -> Gradients; by operands.contexts.device();
+    fn score_loss(operands: &Operands, scored: &Scored, terms: &ScoreTerms, needs_grad: NeedsGrad, plan: &Plan)
+        -> LossResults; by operands.contexts.device();
+    fn log_prob_loss(operands: &Operands, terms: &LogProbTerms, needs_grad: NeedsGrad, plan: &Plan) -> LossResults; by operands.contexts.device();
+    fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> (Tensor, Tensor); by log_probs.device();
+    fn top_k(operands: &Operands, k: usize) -> (Tensor, Tensor); by operands.contexts.device();
+    fn visit<V>(operands: &Operands, query: &V) -> Vec<V::Output>; by operands.contexts.device();
+    fn visit_shard<V>(operands: &Operands, shard: &VocabShard, query: &V) -> Vec<V::Output>; by operands.contexts.device();
+    fn matmul(left: &Tensor, right: &Tensor) -> Tensor; by left.device();
+    fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Tensor; by contexts.device();
+    fn list_product_gradients(
+        contexts: &Tensor, matrix: &Tensor, lists: &IdLists, upstream: &Tensor, needed: [bool; 2]
+    ) -> [Option<Tensor>; 2]; by contexts.device();
+    fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Tensor; by values.device();
+    fn rounded(gradient: &Tensor, dtype: DType) -> Tensor; by gradient.device();
+    fn bias_tanh(z: &Tensor, bias: &Tensor) -> Tensor; by z.device();
+    fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Tensor; by result.device();
 }

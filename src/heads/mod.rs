@@ -11,8 +11,8 @@ mod identity;
 mod mixed_contexts;
 mod mixture_layer;
 mod output_layer;
-mod pointers;
 mod projection;
+mod smart_pointers;
 
 pub use beam_search::{BeamSearch, Hypothesis};
 pub use config::{ContextActivation, MixtureConfig, MixtureTensors};

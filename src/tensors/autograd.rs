@@ -33,11 +33,11 @@ where
     let value = if value.layout().start_offset() == 0 { value } else { value.force_contiguous()? };
     let [a, b, c] = operands;
     let shape = value.shape().clone();
-    Ok(a.apply_op3(b, c, Node { name, shape, value: Mutex::new(Some(value)), backward })?)
+    Ok(a.apply_op3(b, c, PrecomputedNode { name, shape, value: Mutex::new(Some(value)), backward })?)
 }
 
 /// A node of candle's graph whose forward pass returns a value that was computed before.
-struct Node<B> {
+struct PrecomputedNode<B> {
     name: &'static str,
     shape: Shape,
     /// The value, until the forward pass takes it.
@@ -45,7 +45,7 @@ struct Node<B> {
     backward: B,
 }
 
-impl<B> Node<B> {
+impl<B> PrecomputedNode<B> {
     /// Takes the value, which a node has only once.
     fn take_value(&self) -> candle_core::Result<Tensor> {
         match self.value.lock().ok().and_then(|mut value| value.take()) {
@@ -130,7 +130,9 @@ fn float_count(storage: &CpuStorage) -> Option<usize> {
     }
 }
 
-impl<B> CustomOp3 for Node<B>
+/// The forward methods ignore the operands and return the value that was computed before. The backward method returns the
+/// operands' gradients, detached, except those of leaves, which are diverted.
+impl<B> CustomOp3 for PrecomputedNode<B>
 where
     B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]>,
 {

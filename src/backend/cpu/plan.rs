@@ -49,7 +49,8 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     }
 }
 
-/// Chooses the products of the tile unit, if there is one and the operands are bf16 or may be rounded to it.
+/// Returns the tile unit that computes the products of a task. It is `None` without such a unit, if the operands are not
+/// bf16 and may not be rounded to it, and for decoding unless the unit is AMX.
 fn choose_tiles<T: Served>(operands: &Operands, task: &Task) -> Result<Option<T::Tiles>> {
     let isa = Isa::detected()?;
     let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;

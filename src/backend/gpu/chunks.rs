@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use super::arguments::{LogitsArgument, ObjectiveArgument, Read, RowsArgument, Write};
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu};
-use super::kernels::{Kernel, MixtureLogProbs, RowLogSumExp, TopK};
+use super::kernels::{KernelArguments, MixtureLogProbsArguments, RowLogSumExpArguments, TopKArguments};
 use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
@@ -189,7 +189,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             })?;
         }
         let ChunkArguments { logits, objective, rows: row_values } = arguments;
-        RowLogSumExp { logits, objective, rows: row_values }.launch(self.gpu, rows.len())
+        RowLogSumExpArguments { logits, objective, rows: row_values }.launch(self.gpu, rows.len())
     }
 
     /// Turns the log-sum-exps of the chunk's rows over this rank's ids, and the logits of the targets that it has, into
@@ -219,7 +219,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             None => (DType::F32, 0, 0),
         };
         let ChunkArguments { logits, objective, rows } = arguments;
-        let arguments = MixtureLogProbs {
+        let arguments = MixtureLogProbsArguments {
             logits,
             objective,
             rows,
@@ -254,7 +254,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         self.compute_logits(&positions, arguments)?;
         let rows = Some(LogProbRows { buffer: log_probs, first: 0, stride: self.stride });
         self.mix(&positions, arguments, MixtureResults { log_probs: rows, ..MixtureResults::default() })?;
-        let arguments = TopK {
+        let arguments = TopKArguments {
             log_probs: Read(log_probs.at(0)),
             stride: self.stride as i64,
             vocab: self.inputs.sizes.vocab as i32,

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::arguments::{Read, ScoredArgument, Write};
 use super::chunks::{is_argmax, ChunkArguments, Chunks, LogProbRows, MixtureResults};
 use super::device::{Buffer, Gpu, BLOCK};
-use super::kernels::{Kernel, PositionMasses, PositionScores};
+use super::kernels::{KernelArguments, PositionMassesArguments, PositionScoresArguments};
 use super::objective::DeviceObjective;
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::Sizes;
@@ -101,7 +101,7 @@ impl DeviceScores {
             };
             chunks.mix(positions, arguments, results)?;
         }
-        let arguments = PositionScores {
+        let arguments = PositionScoresArguments {
             logits: arguments.logits,
             rows: arguments.rows,
             scored: self.argument(positions),
@@ -121,7 +121,7 @@ impl DeviceScores {
         objective: &DeviceObjective,
     ) -> Result<Tensor> {
         let upstream = Buffer::new(chunks.gpu, upstream)?;
-        let arguments = PositionMasses {
+        let arguments = PositionMassesArguments {
             scored: self.argument(positions),
             scores: Read(self.first_score(positions)),
             upstream: Read(upstream.at(0)),

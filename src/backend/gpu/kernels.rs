@@ -1,6 +1,6 @@
 //! The row kernels: their source, and the arguments of each.
 //!
-//! A kernel `name` has a structure `Name`, whose fields are its parameters in `cuda/mixture.cu` and
+//! A kernel `name` has a structure `NameArguments`, whose fields are its parameters in `cuda/mixture.cu` and
 //! `metal/mixture.metal`, by name and in their order. A test (`testing/parameters.rs`) compares the three. What a
 //! kernel computes, and what a block and a thread of it stand for, is written at its function in the headers.
 
@@ -23,7 +23,7 @@ pub(in crate::backend) const HEADERS: [(&str, &str); 7] = [
 ];
 
 /// The arguments of a kernel.
-pub(in crate::backend) trait Kernel: Sized {
+pub(in crate::backend) trait KernelArguments: Sized {
     /// The name of the kernel. A kernel that is compiled for several types has the name of the type behind it.
     const NAME: &'static str;
 
@@ -53,7 +53,7 @@ macro_rules! kernels {
             $(pub(in crate::backend) $parameter: $kind,)*
         }
 
-        impl $crate::backend::gpu::kernels::Kernel for $arguments {
+        impl $crate::backend::gpu::kernels::KernelArguments for $arguments {
             const NAME: &'static str = stringify!($name);
 
             #[cfg(all(test, target_os = "linux"))]
@@ -72,12 +72,12 @@ pub(in crate::backend) use kernels;
 
 // In loss.h:
 kernels! {
-    row_log_sum_exp(RowLogSumExp) {
+    row_log_sum_exp(RowLogSumExpArguments) {
         logits: LogitsArgument,
         objective: ObjectiveArgument,
         rows: RowsArgument,
     }
-    position_loss(PositionLoss) {
+    position_loss(PositionLossArguments) {
         objective: ObjectiveArgument,
         rows: RowsArgument,
         nll: Write,
@@ -89,7 +89,7 @@ kernels! {
 
 // In log_probs.h:
 kernels! {
-    mixture_log_probs(MixtureLogProbs) {
+    mixture_log_probs(MixtureLogProbsArguments) {
         logits: LogitsArgument,
         objective: ObjectiveArgument,
         rows: RowsArgument,
@@ -98,7 +98,7 @@ kernels! {
         loss: Write,
         argmax: Write,
     }
-    top_k(TopK) {
+    top_k(TopKArguments) {
         log_probs: Read,
         stride: i64,
         vocab: i32,
@@ -110,14 +110,14 @@ kernels! {
 
 // In scores.h:
 kernels! {
-    position_scores(PositionScores) {
+    position_scores(PositionScoresArguments) {
         logits: LogitsArgument,
         rows: RowsArgument,
         scored: ScoredArgument,
         log_probs: Write,
         scores: Write,
     }
-    position_masses(PositionMasses) {
+    position_masses(PositionMassesArguments) {
         scored: ScoredArgument,
         scores: Read,
         upstream: Read,
@@ -130,14 +130,14 @@ kernels! {
 
 // In gradients.h:
 kernels! {
-    row_soft_mass(RowSoftMass) {
+    row_soft_mass(RowSoftMassArguments) {
         logits: LogitsArgument,
         objective: ObjectiveArgument,
         rows: RowsArgument,
         scored: ScoredArgument,
         log_probs: Read,
     }
-    position_gradients(PositionGradients) {
+    position_gradients(PositionGradientsArguments) {
         objective: ObjectiveArgument,
         rows: RowsArgument,
         log_prior_gradient: Write,
@@ -145,7 +145,7 @@ kernels! {
         positions: i32,
         components: i32,
     }
-    row_gradient(RowGradient) {
+    row_gradient(RowGradientArguments) {
         logits: LogitsArgument,
         objective: ObjectiveArgument,
         rows: RowsArgument,
@@ -157,7 +157,7 @@ kernels! {
 
 // In targets.h:
 kernels! {
-    position_targets(PositionTargets) {
+    position_targets(PositionTargetsArguments) {
         targets: Read,
         position_weights: Read,
         class_weights: Read,
@@ -173,7 +173,7 @@ kernels! {
         first_row: i64,
         row_count: i32,
     }
-    position_gradient_scales(PositionGradientScales) {
+    position_gradient_scales(PositionGradientScalesArguments) {
         weights: Read,
         upstream: Read,
         common_scale: Read,

@@ -9,7 +9,9 @@ use super::chunks::{is_argmax, matrix, ChunkArguments, Chunks, LogProbRows, Mixt
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
 use super::device_scores::DeviceScores;
 use super::gradients::{BiasGradient, DeviceGradients};
-use super::kernels::{Kernel, PositionGradients, PositionLoss, RowGradient, RowSoftMass};
+use super::kernels::{
+    KernelArguments, PositionGradientsArguments, PositionLossArguments, RowGradientArguments, RowSoftMassArguments,
+};
 use super::objective::DeviceObjective;
 use super::own_targets::OwnTargets;
 use super::shared_targets::{sum_context_gradients, SharedTargets};
@@ -234,7 +236,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     /// Computes the part of the loss of each position that depends on its target.
     fn target_losses(&self, positions: &Range<usize>) -> Result<()> {
         let ChunkArguments { objective, rows, .. } = self.arguments(positions);
-        let arguments = PositionLoss {
+        let arguments = PositionLossArguments {
             objective,
             rows,
             nll: Write(self.results.nll.at(positions.start)),
@@ -261,7 +263,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         }
         if soft.is_some() || matches!(self.targets, DeviceTargets::Scored(_)) {
             let scored = self.targets.scored(positions);
-            let arguments = RowSoftMass { logits, objective, rows, scored, log_probs: self.log_probs() };
+            let arguments = RowSoftMassArguments { logits, objective, rows, scored, log_probs: self.log_probs() };
             arguments.launch(self.chunks.gpu, self.chunks.inputs.rows(positions).len())?;
         }
         Ok(())
@@ -271,7 +273,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     fn row_gradients(&self, positions: &Range<usize>, gradients: &DeviceGradients) -> Result<()> {
         let ChunkArguments { logits, objective, rows: row_values } = self.arguments(positions);
         let rows = self.chunks.inputs.rows(positions);
-        let arguments = PositionGradients {
+        let arguments = PositionGradientsArguments {
             objective,
             rows: row_values,
             log_prior_gradient: Write(gradients.log_priors.at(rows.start)),
@@ -281,7 +283,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         };
         arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))?;
         let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
-        let arguments = RowGradient {
+        let arguments = RowGradientArguments {
             logits,
             objective,
             rows: row_values,

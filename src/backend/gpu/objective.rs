@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::arguments::{LossTermsArgument, ObjectiveArgument};
 use super::device::{Buffer, Gpu};
-use super::target_ids::{GradientScales, TargetIds};
+use super::target_ids::{DeviceTargetIds, GradientScales};
 use crate::backend::objective::{LossTerms, Scored, TargetLoss};
 use crate::backend::operands::{Operands, Sizes};
 use crate::error::{Error, Result};
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// An objective on the device.
 pub(super) struct DeviceObjective {
     /// The targets, if the objective is a loss over targets.
-    pub(super) targets: Option<TargetIds>,
+    pub(super) targets: Option<DeviceTargetIds>,
     /// `[positions]`: the scale of each position's gradients, if they differ.
     scales: Option<Buffer>,
     /// Masses of all ids: `[vocab]`, or `[positions, vocab]` if `soft_stride` is not zero.
@@ -61,7 +61,7 @@ impl DeviceObjective {
     /// A loss over targets.
     pub(super) fn from_targets<G: Gpu>(gpu: &G, loss: &TargetLoss, operands: &Operands) -> Result<Self> {
         let class_weights = Buffer::from_option(gpu, &loss.class_weights)?;
-        let targets = TargetIds::new(gpu, loss, &class_weights, operands)?;
+        let targets = DeviceTargetIds::new(gpu, loss, &class_weights, operands)?;
         let GradientScales { scales, factor } = GradientScales::new(gpu, loss, &targets, &class_weights)?;
         Ok(DeviceObjective {
             targets: Some(targets),

@@ -5,13 +5,13 @@ use candle_core::{DType, Tensor, D};
 
 use super::arguments::{Read, Write};
 use super::device::{Buffer, Gpu, BLOCK};
-use super::kernels::{Kernel, PositionGradientScales, PositionTargets};
+use super::kernels::{KernelArguments, PositionGradientScalesArguments, PositionTargetsArguments};
 use crate::backend::objective::{GradScale, TargetLoss};
 use crate::backend::operands::Operands;
 use crate::error::Result;
 
 /// The targets of a loss, as the kernel `position_targets` writes them, `[positions]` each.
-pub(super) struct TargetIds {
+pub(super) struct DeviceTargetIds {
     /// The row of each target, or why there is none.
     pub(super) ids: Buffer,
     /// The mass of each target in `q`.
@@ -21,7 +21,7 @@ pub(super) struct TargetIds {
     pub(super) count: Tensor,
 }
 
-impl TargetIds {
+impl DeviceTargetIds {
     /// The targets and weights of a loss.
     pub(super) fn new<G: Gpu>(
         gpu: &G,
@@ -44,7 +44,7 @@ impl TargetIds {
         let ids = Buffer::new(gpu, Tensor::full(u32::MAX, positions.max(1), device)?)?;
         let zeros = || Buffer::zeros(gpu, positions, DType::F32, device);
         let (hard, weights, counts) = (zeros()?, zeros()?, zeros()?);
-        let arguments = PositionTargets {
+        let arguments = PositionTargetsArguments {
             targets: Read(targets.at(0)),
             position_weights: Read(Buffer::or_null(&position_weights)),
             class_weights: Read(Buffer::or_null(class_weights)),
@@ -61,7 +61,7 @@ impl TargetIds {
             row_count: rows.len() as i32,
         };
         arguments.launch(gpu, positions.div_ceil(BLOCK))?;
-        Ok(TargetIds { ids, hard, weights, count: counts.tensor.sum_all()? })
+        Ok(DeviceTargetIds { ids, hard, weights, count: counts.tensor.sum_all()? })
     }
 }
 
@@ -78,17 +78,17 @@ impl GradientScales {
     pub(super) fn new<G: Gpu>(
         gpu: &G,
         loss: &TargetLoss,
-        targets: &TargetIds,
+        targets: &DeviceTargetIds,
         class_weights: &Option<Buffer>,
     ) -> Result<Self> {
         let positions = loss.targets.elem_count();
         let scales = Buffer::zeros(gpu, positions, DType::F32, loss.targets.device())?;
         let upstream = counted_upstream(gpu, loss, targets)?;
         let common_scale = common_scale(loss, targets, &upstream)?;
-        let largest_weight = Buffer::new(gpu, largest_weight(targets, class_weights)?)?;
+        let largest_weight = Buffer::new(gpu, weight_bound(targets, class_weights)?)?;
         let factor = (&common_scale * &largest_weight.tensor)?;
         let common_scale = Buffer::new(gpu, common_scale)?;
-        let arguments = PositionGradientScales {
+        let arguments = PositionGradientScalesArguments {
             weights: Read(targets.weights.at(0)),
             upstream: Read(Buffer::or_null(&upstream)),
             common_scale: Read(common_scale.at(0)),
@@ -103,7 +103,7 @@ impl GradientScales {
 
 /// The upstream gradient of each position, if there is one: zero at positions without weight, which do not count,
 /// whatever their upstream gradient is.
-fn counted_upstream<G: Gpu>(gpu: &G, loss: &TargetLoss, targets: &TargetIds) -> Result<Option<Buffer>> {
+fn counted_upstream<G: Gpu>(gpu: &G, loss: &TargetLoss, targets: &DeviceTargetIds) -> Result<Option<Buffer>> {
     let GradScale::Upstream(upstream) = &loss.scale else { return Ok(None) };
     let upstream = upstream.to_dtype(DType::F32)?;
     if upstream.elem_count() == 0 {
@@ -114,7 +114,7 @@ fn counted_upstream<G: Gpu>(gpu: &G, loss: &TargetLoss, targets: &TargetIds) -> 
 }
 
 /// The factor that the reduction gives to the gradients of all positions, a scalar; of upstream gradients, the largest.
-fn common_scale(loss: &TargetLoss, targets: &TargetIds, upstream: &Option<Buffer>) -> Result<Tensor> {
+fn common_scale(loss: &TargetLoss, targets: &DeviceTargetIds, upstream: &Option<Buffer>) -> Result<Tensor> {
     let count = &targets.count;
     Ok(match (upstream, &loss.scale) {
         (Some(upstream), _) if upstream.tensor.elem_count() > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
@@ -124,8 +124,9 @@ fn common_scale(loss: &TargetLoss, targets: &TargetIds, upstream: &Option<Buffer
     })
 }
 
-/// The largest magnitude of a position's weight times that of a class's, a scalar; 1 if it is zero.
-fn largest_weight(targets: &TargetIds, class_weights: &Option<Buffer>) -> Result<Tensor> {
+/// Returns an upper bound on the magnitude of a position's weight, as a scalar: the largest magnitude of a position weight
+/// times that of a class weight. It is 1 in place of 0, because the kernel divides by it.
+fn weight_bound(targets: &DeviceTargetIds, class_weights: &Option<Buffer>) -> Result<Tensor> {
     let largest = targets.weights.tensor.abs()?.max(0)?;
     let largest = match class_weights {
         Some(class_weights) => (largest * class_weights.tensor.abs()?.max(0)?)?,

@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 
 use crate::backend::gpu::arguments::{Read, Write};
 use crate::backend::gpu::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, ProductBytes, BLOCK};
-use crate::backend::gpu::kernels::{kernels, Kernel};
+use crate::backend::gpu::kernels::{kernels, KernelArguments};
 use crate::backend::operands::Sizes;
 use crate::error::Result;
 
@@ -27,12 +27,12 @@ const MOST_TILE_ROWS: usize = 64;
 const WARP: usize = 32;
 
 kernels! {
-    widen(Widen) {
+    widen(WidenArguments) {
         from: Read,
         to: Write,
         count: i32,
     }
-    inner_products(InnerProducts) {
+    inner_products(InnerProductsArguments) {
         lhs: Read,
         rhs: Read,
         out: Write,
@@ -154,7 +154,7 @@ fn widened<G: F32Products>(gpu: &G, operand: ProductMatrix, matrix: DeviceMatrix
     }
     let count = rows * matrix.stride;
     let address = gpu.scratch().address(gpu, operand, count.max(1))?;
-    let arguments = Widen { from: Read(matrix.address), to: Write(address), count: count as i32 };
+    let arguments = WidenArguments { from: Read(matrix.address), to: Write(address), count: count as i32 };
     arguments.launch_for(gpu, matrix.dtype, count.div_ceil(BLOCK))?;
     Ok(DeviceMatrix { address, dtype: DType::F32, ..matrix })
 }
@@ -162,7 +162,7 @@ fn widened<G: F32Products>(gpu: &G, operand: ProductMatrix, matrix: DeviceMatrix
 /// Computes a product of half-precision operands, the right one of which is transposed, by the kernel of this crate.
 fn inner_products<G: F32Products>(gpu: &G, product: &DeviceProduct) -> Result<()> {
     let DeviceProduct { m, n, k, lhs, rhs, out, out_stride, .. } = *product;
-    let arguments = InnerProducts {
+    let arguments = InnerProductsArguments {
         lhs: Read(lhs.address),
         rhs: Read(rhs.address),
         out: Write(out),

@@ -40,7 +40,8 @@ pub(super) struct CountedPositions {
 }
 
 impl CountedPositions {
-    /// Reads the weights on the host, and the targets too if there is an ignored index, which waits for their device.
+    /// Selects the positions that count: their weight is not zero and, if targets are given, their target is not ignored.
+    /// Weights and targets are checked, and read on the host, which waits for their device.
     pub(super) fn new(student: StudentShape, options: &DistillOptions) -> Result<Self> {
         let StudentShape { leading, vocab, like } = student;
         let dtype = accumulation_dtype("hidden", like.dtype())?;

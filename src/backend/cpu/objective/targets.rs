@@ -310,7 +310,8 @@ impl<F: Float> ScoreTargets<F> {
 }
 
 impl<F: Float> LogProbTargets<F> {
-    /// Returns the target of position `t`.
+    /// Returns the target of position `t`, which counts from the first position of the call: the upstream gradients of its
+    /// log-probabilities, as soft masses of all ids.
     fn target(&self, t: usize) -> Target<'_, F> {
         let soft = Some(SoftMasses::Given(&self.upstream[(t - self.first) * self.stride..][..self.stride]));
         Target { hard: None, candidates: &[], outside: F::zero(), soft, terms: LossTerms::default() }

@@ -137,7 +137,7 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, const INTERLEAVE: bool, 
     let d = ids[0].len();
     let contexts: [&[T::Acc]; ROWS] = std::array::from_fn(|i| &contexts[i * d..][..d]);
     let (context_registers, context_rests) = (contexts.map(|x| V::split(x).0), contexts.map(|x| V::split(x).1));
-    let (id_registers, id_rests) = (ids.map(|x| V::lanes(x).0), ids.map(|x| V::lanes(x).1));
+    let (id_registers, id_rests) = (ids.map(|x| V::split_lanes(x).0), ids.map(|x| V::split_lanes(x).1));
     let n = id_registers[0].len();
     let id_registers = id_registers.map(|x| &x[..n]);
     let context_registers = context_registers.map(|x| &x[..n]);

@@ -242,7 +242,7 @@ fn add_rows<const N: usize, T: Element, V: Vector<T::Acc>>(
     rows: [&[T]; N],
     to: &mut [T::Acc],
 ) {
-    let (registers, rests) = (rows.map(|row| V::lanes(row).0), rows.map(|row| V::lanes(row).1));
+    let (registers, rests) = (rows.map(|row| V::split_lanes(row).0), rows.map(|row| V::split_lanes(row).1));
     let (to, to_rest) = V::split_mut(to);
     let n = to.len();
     let registers = registers.map(|row| &row[..n]);

@@ -107,7 +107,7 @@ impl<T: Element> Kernel<T::Acc> for WidenRow<'_, T> {
 
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
-        let ((values, rest), (to, to_rest)) = (V::lanes(self.values), V::split_mut(self.to));
+        let ((values, rest), (to, to_rest)) = (V::split_lanes(self.values), V::split_mut(self.to));
         for (to, &values) in to.iter_mut().zip(values) {
             *to = T::load(v, values);
         }

@@ -30,12 +30,14 @@ impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
     /// Runs a query on the distribution of each of the chunk's positions.
     pub(crate) fn visit_rows<V: Visit>(&self, positions: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
         let first = positions.start;
-        let visit_position = |position: usize| visit.visit(position, &self.position_rows(position, position - first));
+        let visit_position =
+            |position: usize| visit.visit(position, &self.position_distribution(position, position - first));
         V::answers(positions.into_par_iter().map(visit_position))
     }
 
-    /// Returns the rows of a position, which is the i-th of the chunk.
-    fn position_rows(&self, position: usize, i: usize) -> PositionRows<'_, T::Acc> {
+    /// Returns the distribution of a position, which is the i-th of the chunk: the rows of logits of its components, with
+    /// the numbers that turn these into log-probabilities.
+    fn position_distribution(&self, position: usize, i: usize) -> PositionRows<'_, T::Acc> {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let rows = i * components..(i + 1) * components;
         let log_priors = &self.inputs.log_priors[position * components..][..components];

@@ -54,8 +54,9 @@ struct PositionResults<'r, F> {
 }
 
 impl<T: Element> ChunkOperands<'_, T> {
-    /// Runs the row kernel of the chunk's i-th position, unless the position is ignored.
-    fn run(&self, i: usize, to: PositionResults<'_, T::Acc>, scratch: &mut Scratch<T::Acc>) {
+    /// Computes the loss of the chunk's i-th position and, if they are needed, the gradients of its logits (over the
+    /// logits) and log-priors. An ignored position is left as it is.
+    fn position_loss(&self, i: usize, to: PositionResults<'_, T::Acc>, scratch: &mut Scratch<T::Acc>) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let position = self.first + i;
         let Some(target) = self.targets.position(position) else { return };
@@ -130,7 +131,7 @@ impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
                         .zip(log_priors.chunks_exact_mut(components));
                     for (j, (((logits, loss), live), log_priors)) in results.enumerate() {
                         let to = PositionResults { logits, loss, log_priors, bias: bias.as_deref_mut(), live };
-                        operands.run(i * part + j, to, scratch);
+                        operands.position_loss(i * part + j, to, scratch);
                     }
                 },
             );

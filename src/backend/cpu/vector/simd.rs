@@ -35,7 +35,7 @@ pub(crate) trait Vector<F: Copy>: Copy {
     /// As [`Self::split`], for writing.
     fn split_mut(row: &mut [F]) -> (&mut [Self::Reg], &mut [F]);
     /// Views a row of any type as the lanes of registers and a remainder.
-    fn lanes<T: Copy>(row: &[T]) -> (&[Self::Lanes<T>], &[T]);
+    fn split_lanes<T: Copy>(row: &[T]) -> (&[Self::Lanes<T>], &[T]);
     /// Returns the value in every lane.
     fn filled<T: Copy>(value: T) -> Self::Lanes<T>;
     /// Loads a register.
@@ -306,7 +306,7 @@ macro_rules! impl_vector {
                     self.[<partial_store_ $float s>](to, a)
                 }
                 #[inline(always)]
-                fn lanes<T: Copy>(row: &[T]) -> (&[Self::Lanes<T>], &[T]) {
+                fn split_lanes<T: Copy>(row: &[T]) -> (&[Self::Lanes<T>], &[T]) {
                     row.as_chunks()
                 }
                 #[inline(always)]

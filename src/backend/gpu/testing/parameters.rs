@@ -3,10 +3,11 @@
 use super::*;
 
 use crate::backend::gpu::kernels::{
-    Kernel, MixtureLogProbs, PositionGradientScales, PositionGradients, PositionLoss, PositionMasses, PositionScores,
-    PositionTargets, RowGradient, RowLogSumExp, RowSoftMass, TopK,
+    KernelArguments, MixtureLogProbsArguments, PositionGradientScalesArguments, PositionGradientsArguments,
+    PositionLossArguments, PositionMassesArguments, PositionScoresArguments, PositionTargetsArguments,
+    RowGradientArguments, RowLogSumExpArguments, RowSoftMassArguments, TopKArguments,
 };
-use crate::backend::metal::f32_products::{InnerProducts, Widen};
+use crate::backend::metal::f32_products::{InnerProductsArguments, WidenArguments};
 
 /// The parameters of a kernel: name and type of each, as in `gpu/kernels.rs`.
 type Parameters = Vec<(String, &'static str)>;
@@ -45,29 +46,29 @@ fn parameters(language: Language, name: &str) -> Parameters {
 }
 
 /// Asserts that the parameters of a kernel are the fields of its structure.
-fn check_in<K: Kernel>(language: Language) {
+fn check_in<K: KernelArguments>(language: Language) {
     let fields: Parameters = K::PARAMETERS.iter().map(|&(name, kind)| (name.to_owned(), kind)).collect();
     assert_eq!(parameters(language, K::NAME), fields, "{} in {language:?}", K::NAME);
 }
 
 /// [`check_in`] each language.
-fn check<K: Kernel>() {
+fn check<K: KernelArguments>() {
     LANGUAGES.into_iter().for_each(check_in::<K>);
 }
 
 #[test]
 fn the_parameters_of_the_kernels_are_the_fields_of_their_structures() {
-    check::<RowLogSumExp>();
-    check::<PositionLoss>();
-    check::<MixtureLogProbs>();
-    check::<TopK>();
-    check::<PositionScores>();
-    check::<PositionMasses>();
-    check::<RowSoftMass>();
-    check::<PositionGradients>();
-    check::<RowGradient>();
-    check::<PositionTargets>();
-    check::<PositionGradientScales>();
-    check_in::<InnerProducts>(Language::Metal);
-    check_in::<Widen>(Language::Metal);
+    check::<RowLogSumExpArguments>();
+    check::<PositionLossArguments>();
+    check::<MixtureLogProbsArguments>();
+    check::<TopKArguments>();
+    check::<PositionScoresArguments>();
+    check::<PositionMassesArguments>();
+    check::<RowSoftMassArguments>();
+    check::<PositionGradientsArguments>();
+    check::<RowGradientArguments>();
+    check::<PositionTargetsArguments>();
+    check::<PositionGradientScalesArguments>();
+    check_in::<InnerProductsArguments>(Language::Metal);
+    check_in::<WidenArguments>(Language::Metal);
 }

@@ -15,7 +15,8 @@ use crate::scores::policy::{PolicyBatch, PolicyOptions};
 use crate::scores::{ScoreOptions, Scores};
 use crate::tensors::dropout::DropoutMasks;
 
-/// Implements the traits of heads for pointers, so that a model can share its head and choose it at run time.
+/// Implements the traits of heads for references and smart pointers by forwarding each method to the head that they point
+/// to, so that a model can share its head and choose it at run time.
 macro_rules! delegate_to_pointee {
     ($($pointer:ty),*) => {$(
         impl<T: OutputLayer + ?Sized> OutputLayer for $pointer {

@@ -16,7 +16,7 @@ use candle_core::{Device, Result, Tensor, Var, D};
 use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
 use mos_head::{LossOptions, Mixture};
 
-/// Of the paper's Penn Treebank model.
+/// The number of components of the paper's Penn Treebank model.
 const COMPONENTS: usize = 15;
 const CONTEXT: usize = 280;
 const VOCAB: usize = 10_000;

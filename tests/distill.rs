@@ -235,7 +235,7 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Of a full teacher and of lists, as far as they are finite.
+/// The kinds of teachers, full ones and lists, for which the divergence is finite.
 fn kinds(divergence: Divergence) -> Vec<Kind> {
     let is_finite = |missing: &MissingIds| divergence != Divergence::ReverseKl || *missing == MissingIds::Tail;
     let lists = MISSING.into_iter().filter(is_finite).flat_map(|missing| [1, 8].map(|n| Kind::List(n, missing)));

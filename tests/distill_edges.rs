@@ -145,7 +145,7 @@ fn the_tail_of_a_list_is_exact() -> Result<()> {
         for dtype in [DType::F64, DType::F32] {
             let log_probs = Tensor::new(&[[log_prob]], &Device::Cpu)?.to_dtype(dtype)?;
             let teacher = Teacher::from_top_k(&ids, &log_probs, MissingIds::Tail);
-            // Of the reverse divergence: Q(other) Q(list) times the difference of both log-ratios.
+            // The reverse divergence has the gradient Q(other) Q(list) times the difference of both log-ratios.
             let loss = head.distill(&hidden, &teacher, &DistillOptions::new(Divergence::ReverseKl))?;
             let q = 8f64.exp() / (8f64.exp() + 2.0);
             let expected = q * (1.0 - q) * ((q.ln() - log_prob) - ((1.0 - q).ln() - f64::ln(tail)));

@@ -70,7 +70,7 @@ on_each_device! {
         for k in 1..=5 {
             assert_same_top_k(&head, &hidden, k, "classes of one id")?;
         }
-        // Of the shortlist and of clusters; a cluster of one id is as probable as an id of the shortlist.
+        // The draws are of the shortlist and of clusters; a cluster of one id is as probable as an id of the shortlist.
         let config = AdaptiveConfig::new(HIDDEN, 9, vec![3, 4, 5]).with_div_value(1.0);
         let head = AdaptiveSoftmax::new(&config, VarBuilder::zeros(DType::F32, device))?;
         for k in 1..=9 {

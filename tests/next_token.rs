@@ -316,7 +316,7 @@ fn threads_with_their_own_requests_do_not_disturb_each_other() -> Result<()> {
     Ok(())
 }
 
-/// Of equals the lowest id comes first, ids of probability zero last.
+/// The lowest of equal ids comes first, and ids of probability zero come last.
 #[test]
 fn the_best_ids_are_those_of_a_full_sort() -> Result<()> {
     let values = [-1.0, f64::NEG_INFINITY, -1.0, 0.5, -1.0, f64::NEG_INFINITY, 0.5f64];

@@ -30,7 +30,7 @@ on_each_device! {
                     close("loss", &loss.value, &expected, tolerance(dtype))?;
                     let (found, expected) = (loss.backward()?, expected.backward()?);
                     for (i, variable) in operands.variables().into_iter().enumerate() {
-                        // Of one prior there is no gradient.
+                        // A single prior has no gradient.
                         if let Some(expected) = expected.get(variable).filter(|_| i != 1 || components > 1) {
                             close(&format!("gradient {i} {dtype:?}"), found.get(variable).unwrap(), expected, tolerance(dtype))?;
                         }

@@ -206,7 +206,7 @@ fn an_ignored_position_may_be_nan() -> Result<()> {
             let device = own(&device)?;
             let shard = VocabShard::new(ranks, 31)?;
             let problem = Problem::new(31, 3, DType::F32, 31)?;
-            // Of position 0.
+            // The target of position 0 is ignored.
             let ignored = problem.targets.to_vec1::<u32>()?[0];
             let is_nan = (0..POSITIONS).map(|t| if t == 0 { f32::NAN } else { 0.0 });
             let is_nan = Tensor::from_iter(is_nan, &Device::Cpu)?.reshape((POSITIONS, 1, 1))?;

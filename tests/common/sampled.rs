@@ -131,7 +131,7 @@ pub fn close(name: &str, found: &Tensor, expected: &Tensor, tolerance: f64) -> R
     Ok(())
 }
 
-/// Of gradients and losses, relative to the largest.
+/// The tolerance of gradients and losses, relative to the largest.
 pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-11,

@@ -28,7 +28,7 @@ pub struct Case {
     pub entropy: bool,
     pub outside: bool,
     pub temperature: f64,
-    /// Of the logits.
+    /// The spread of the logits.
     pub spread: f64,
     pub logit_scale: f64,
     pub softcap: Option<f64>,

@@ -50,17 +50,17 @@ pub(crate) struct ScoreTask {
 }
 
 impl Task {
-    /// Computes a loss over targets, and the gradients of the operands that need one.
-    pub(crate) fn target_loss(loss: &TargetLoss, needs_grad: NeedsGrad) -> Self {
+    /// Makes the task of computing a loss over targets, and the gradients of the operands that need one.
+    pub(crate) fn for_targets(loss: &TargetLoss, needs_grad: NeedsGrad) -> Self {
         Task {
             has_own_targets: loss.own_shifts.is_some(),
             is_shard: loss.shard.is_some(),
-            ..Self::loss(&loss.terms, needs_grad)
+            ..Self::for_loss(&loss.terms, needs_grad)
         }
     }
 
-    /// Computes a loss with these terms whose targets are ids of the vocabulary.
-    pub(crate) fn loss(terms: &LossTerms, needs_grad: NeedsGrad) -> Self {
+    /// Makes the task of computing a loss with these terms whose targets are ids of the vocabulary.
+    pub(crate) fn for_loss(terms: &LossTerms, needs_grad: NeedsGrad) -> Self {
         let is_smoothed = terms.label_smoothing > 0.0;
         Task {
             needs_grad,
@@ -71,18 +71,20 @@ impl Task {
         }
     }
 
-    /// Computes log-probabilities, and in the backward pass the gradients of the operands that need one.
-    pub(crate) fn log_probs(needs_grad: NeedsGrad) -> Self {
+    /// Makes the task of computing log-probabilities, and in the backward pass the gradients of the operands that need
+    /// one.
+    pub(crate) fn for_log_probs(needs_grad: NeedsGrad) -> Self {
         Task { needs_grad, needs_all_ids: true, has_soft_targets: needs_grad.any(), ..Task::default() }
     }
 
-    /// Computes a function of the log-probabilities of all ids, and the gradients of the operands that need one.
-    pub(crate) fn log_prob_terms(needs_grad: NeedsGrad) -> Self {
-        Task { has_log_prob_terms: true, ..Self::log_probs(needs_grad) }
+    /// Makes the task of computing a function of the log-probabilities of all ids, and the gradients of the operands that
+    /// need one.
+    pub(crate) fn for_log_prob_terms(needs_grad: NeedsGrad) -> Self {
+        Task { has_log_prob_terms: true, ..Self::for_log_probs(needs_grad) }
     }
 
-    /// Computes scores or a function of them, and the gradients of the operands that need one.
-    pub(crate) fn scores(scored: &Scored, operands: &Operands, needs_grad: NeedsGrad) -> Result<Self> {
+    /// Makes the task of computing scores or a function of them, and the gradients of the operands that need one.
+    pub(crate) fn for_scores(scored: &Scored, operands: &Operands, needs_grad: NeedsGrad) -> Result<Self> {
         let candidates = scored.token_ids.dim(1)?;
         // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
         let is_single = operands.is_single();
@@ -94,23 +96,23 @@ impl Task {
             needs_all_ids: scored.needs_all_ids(),
             needs_listed_only: are_few && is_plain && has_moments,
         };
-        Ok(Task { scores: Some(scores), needs_argmax: scored.needs_argmax, ..Self::log_probs(needs_grad) })
+        Ok(Task { scores: Some(scores), needs_argmax: scored.needs_argmax, ..Self::for_log_probs(needs_grad) })
     }
 
-    /// Reads each position's distribution, tile by tile.
-    pub(crate) fn decoding() -> Self {
-        Task { is_decoding: true, needs_all_ids: false, ..Self::log_probs(NeedsGrad::default()) }
+    /// Makes the task of reading each position's distribution, tile by tile.
+    pub(crate) fn for_decoding() -> Self {
+        Task { is_decoding: true, needs_all_ids: false, ..Self::for_log_probs(NeedsGrad::default()) }
     }
 
-    /// Finds the `k` most probable ids of each position. Products of large chunks serve many rows; unlike a draw, the
-    /// results may depend on the other positions by rounding.
-    pub(crate) fn ranking(sizes: Sizes, k: usize) -> Self {
+    /// Makes the task of finding the `k` most probable ids of each position. Products of large chunks serve many rows;
+    /// unlike a draw, the results may depend on the other positions by rounding.
+    pub(crate) fn for_ranking(sizes: Sizes, k: usize) -> Self {
         /// The most rows for which chunks of a few rows are faster.
         const FEW_ROWS: usize = 64;
         if sizes.positions * sizes.components <= FEW_ROWS {
-            Self::decoding()
+            Self::for_decoding()
         } else {
-            Task { top_k: Some(k), ..Self::log_probs(NeedsGrad::default()) }
+            Task { top_k: Some(k), ..Self::for_log_probs(NeedsGrad::default()) }
         }
     }
 }
@@ -119,8 +121,8 @@ impl Objective {
     /// Returns the task that computes this objective and the gradients of the operands that need one.
     pub(crate) fn task(&self, needs_grad: NeedsGrad) -> Task {
         match self {
-            Objective::Targets(loss) => Task::target_loss(loss, needs_grad),
-            Objective::LogProbs { .. } => Task::log_probs(needs_grad),
+            Objective::Targets(loss) => Task::for_targets(loss, needs_grad),
+            Objective::LogProbs { .. } => Task::for_log_probs(needs_grad),
         }
     }
 }

@@ -303,7 +303,7 @@ pub(super) fn default_true() -> bool {
     true
 }
 
-/// Returns the default of a scale.
+/// Returns the logit scale of a configuration that has none: 1, which leaves the logits as they are.
 #[cfg(feature = "serde")]
 pub(super) fn default_scale() -> f64 {
     1.0

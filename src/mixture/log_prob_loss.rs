@@ -85,7 +85,7 @@ impl Mixture {
     ) -> Result<Loss> {
         let terms: Arc<LogProbTerms> = Arc::new(terms);
         let (operands, needs_grad) = (self.operands.clone(), needs_grad(&self.operands));
-        let plan = backend::plan(&operands, Task::log_prob_terms(needs_grad), workspace_bytes)?;
+        let plan = backend::plan(&operands, Task::for_log_prob_terms(needs_grad), workspace_bytes)?;
         let results = reduce(backend::log_prob_loss(&operands, &*terms, needs_grad, &plan)?)?;
         self.loss_from_results(results, needs_grad, move |operands| {
             Ok(backend::log_prob_loss(operands, &*terms, needs_grad, &plan)?.gradients)

@@ -90,7 +90,7 @@ impl Mixture {
         let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
         // The backward pass must fit the budget too: a budget that is too small for it is an error before any work.
         let plan = |needs_grad| {
-            let plan = backend::plan(&operands, Task::target_loss(&objective, needs_grad), options.workspace_bytes);
+            let plan = backend::plan(&operands, Task::for_targets(&objective, needs_grad), options.workspace_bytes);
             match &objective.shard {
                 Some(shard) => shard.agreed(plan),
                 None => plan,
@@ -214,7 +214,7 @@ impl Mixture {
         options.validate()?;
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let mut operands = Operands { precision: self.loss_precision(options), ..self.operands.clone() };
-        let mut task = Task::loss(&options.terms(), needs_grad);
+        let mut task = Task::for_loss(&options.terms(), needs_grad);
         if let Some(SampledLoss::Softmax(negatives)) = options.sampled_step() {
             operands.sizes = sampled_softmax::sizes(operands.sizes, negatives);
             task.has_own_targets = true;

@@ -305,7 +305,7 @@ impl Mixture {
         let own = operands.contexts.dtype();
         let computed = if dtype == own { own } else { accumulation_dtype("contexts", own)? };
         let needs_grad = needs_grad(operands);
-        let plan = backend::plan(operands, Task::log_probs(needs_grad), None)?;
+        let plan = backend::plan(operands, Task::for_log_probs(needs_grad), None)?;
         let mut log_probs = backend::log_probs(operands, computed, &plan)?;
         if needs_grad.any() {
             log_probs = node::attach_log_probs(log_probs, operands.clone(), needs_grad, plan)?;

@@ -47,7 +47,7 @@ impl Mixture {
         let scored = options.scored(rows);
         let needs_grad = needs_grad(&operands);
         let plan = |needs_grad| {
-            let task = Task::scores(&scored, &operands, needs_grad)?;
+            let task = Task::for_scores(&scored, &operands, needs_grad)?;
             backend::plan(&operands, task, options.workspace_bytes)
         };
         // The backward pass must fit the budget too.

@@ -98,8 +98,8 @@ impl Mixture {
         Ok(self.score_loss_and_values(token_ids, options, Ok, terms)?.0)
     }
 
-    /// Computes the loss as [`Mixture::score_loss`] does, and returns the values, `[positions]`, beside it. `reduce`
-    /// may change the results before they become the loss.
+    /// Computes the loss as [`Mixture::score_loss`] does, and returns beside it the value that `terms` gives to each
+    /// position, `[positions]`. `reduce` may change the results before both are read from them, such as by a weight.
     pub(super) fn score_loss_and_values(
         &self,
         token_ids: &Tensor,
@@ -127,7 +127,8 @@ impl Mixture {
             Ok((values.detach().to_dtype(dtype)?, derivatives.to_dtype(dtype)?.detach()))
         });
         let needs_grad = needs_grad(&operands);
-        let plan = backend::plan(&operands, Task::scores(&scored, &operands, needs_grad)?, options.workspace_bytes)?;
+        let plan =
+            backend::plan(&operands, Task::for_scores(&scored, &operands, needs_grad)?, options.workspace_bytes)?;
         let results = reduce(backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?)?;
         let nll = match n {
             // Without ids there is no log-probability.

@@ -14,16 +14,17 @@ const BLOCK: usize = 2048;
 
 /// Computes `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
 pub(super) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    with_type!(z.dtype(), T => run::<T, false>(z, bias))
+    with_type!(z.dtype(), T => tanh_or_gradient::<T, false>(z, bias))
 }
 
 /// Computes `upstream (1 - result^2)`, the gradient of the argument of `tanh`.
 pub(super) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
-    with_type!(result.dtype(), T => run::<T, true>(result, upstream))
+    with_type!(result.dtype(), T => tanh_or_gradient::<T, true>(result, upstream))
 }
 
-/// Runs [`TanhRow`] on the elements of `a` and `b`; `b` is repeated if it is shorter than `a`.
-fn run<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+/// Computes `tanh(a + b)` of each element, where `b` is a bias that is repeated for every row, or has the size of `a`. With
+/// `GRADIENT`, computes the gradient of the argument of tanh from its result `a` and the result's gradient `b`.
+fn tanh_or_gradient<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let isa = Isa::detected()?;
     let values = with_slice("hidden", a, |a: &[T]| {
         with_slice("hidden", b, |b: &[T]| {

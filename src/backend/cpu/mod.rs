@@ -132,19 +132,19 @@ impl Backend for Cpu {
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
-        let plan = self.plan(operands, Task::ranking(operands.sizes, k), None)?;
+        let plan = self.plan(operands, Task::for_ranking(operands.sizes, k), None)?;
         with_operands!(operands, &plan, T, products => decoding::top_k::<T, _>(products, operands, k, &plan))
     }
 
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-        let plan = self.plan(operands, Task::decoding(), None)?;
+        let plan = self.plan(operands, Task::for_decoding(), None)?;
         with_operands!(operands, &plan, T, products => {
             decoding::visit::<T, _, V>(products, operands, None, &plan, visit)
         })
     }
 
     fn visit_shard<V: Visit>(&self, operands: &Operands, shard: &VocabShard, visit: &V) -> Result<Vec<V::Output>> {
-        let plan = shard.agreed(self.plan(operands, Task::decoding(), None))?;
+        let plan = shard.agreed(self.plan(operands, Task::for_decoding(), None))?;
         let shard = Some(shard);
         with_operands!(operands, &plan, T, products => {
             decoding::visit::<T, _, V>(products, operands, shard, &plan, visit)

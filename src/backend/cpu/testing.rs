@@ -107,7 +107,7 @@ impl Case {
 
     /// Makes the plan of the case's loss.
     fn plan<T: Served>(&self, operands: &Operands) -> Result<Plan> {
-        let task = Task::loss(&self.terms, self.needs_grad);
+        let task = Task::for_loss(&self.terms, self.needs_grad);
         let many_rows = Sizes { positions: 1000, ..operands.sizes };
         assert_eq!(computation(&task, many_rows), Computation::OnePass);
         let budget = self.budget.map(|factor| match plan::<T>(operands, task, Some(0)) {
@@ -171,7 +171,7 @@ impl Case {
                 let found = objective_loss::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?;
                 self.compare(flat(&found)?, flat(&vectors)?, Tolerances { losses: tolerance, gradients });
             }
-            let plan = Cpu.plan(&operands, Task::log_probs(NeedsGrad::default()), None)?;
+            let plan = Cpu.plan(&operands, Task::for_log_probs(NeedsGrad::default()), None)?;
             let vectors = log_probs::<T, f32, _>(Vectors(isa), &operands, &plan)?;
             let found = log_probs::<T, f32, _>(tiles, &operands, &plan)?;
             let tolerances = Tolerances { losses: tolerance, gradients: tolerance };
@@ -363,7 +363,7 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let with_threads = |threads: usize, needs_grad: NeedsGrad| {
         in_pool(threads, || {
             let (operands, objective) = Case::new(800, 15, 24, 1500).operands()?;
-            let plan = Cpu.plan(&operands, Task::loss(&LossTerms::default(), needs_grad), None)?;
+            let plan = Cpu.plan(&operands, Task::for_loss(&LossTerms::default(), needs_grad), None)?;
             assert!(plan.chunks().count() > 1, "{plan}");
             flat(&Cpu.loss(&operands, &objective, needs_grad, &plan)?)
         })
@@ -406,7 +406,7 @@ fn the_least_budget_does_not_depend_on_the_number_of_threads() -> Result<()> {
                 if let Objective::Targets(loss) = &mut objective {
                     loss.terms = terms;
                 }
-                let plan = |budget| Cpu.plan(&operands, Task::loss(&terms, needs_grad), Some(budget));
+                let plan = |budget| Cpu.plan(&operands, Task::for_loss(&terms, needs_grad), Some(budget));
                 let Err(crate::Error::Workspace { least, .. }) = plan(0) else { panic!("a workspace of 0 bytes") };
                 let (short, ample) = (plan(least)?, plan(1 << 30)?);
                 assert_eq!((short.threads, ample.threads), (1, threads));

@@ -39,7 +39,8 @@ impl Drop for Handle {
 const ID_BYTES: usize = 128;
 
 impl Communicator {
-    /// Returns an id for new communicators: all ranks give the same one to [`Communicator::new`].
+    /// Makes an id for new communicators. One rank makes it and sends it to the others; all of them give it to
+    /// [`Communicator::new`].
     pub(crate) fn new_id() -> Result<[u8; ID_BYTES]> {
         let id = check_nccl(Id::new())?;
         Ok(id.internal().map(|byte| byte as u8))

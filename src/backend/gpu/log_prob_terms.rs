@@ -31,7 +31,7 @@ pub(super) fn log_prob_loss(
     let (mut values, mut gradients) = (Vec::new(), Vec::new());
     let chunk_loss = |positions: Range<usize>| {
         let operands = operands.narrow(&positions)?;
-        let plan = backend.plan(&operands, Task::log_probs(needs_grad), Some(plan.budget_bytes))?;
+        let plan = backend.plan(&operands, Task::for_log_probs(needs_grad), Some(plan.budget_bytes))?;
         let log_probs = backend.log_probs(&operands, DType::F32, &plan)?;
         let (values, upstream) = terms(positions, log_probs)?;
         let gradients = if needs_grad.any() {

@@ -103,7 +103,7 @@ impl<G: Gpu> Backend for GpuBackend<G> {
         if k > MAX_K_ON_DEVICE {
             return tensors(&self.visit(operands, &TopKQuery { k })?, k, DType::F32, operands.contexts.device());
         }
-        let task = Task { top_k: Some(k), ..Task::log_probs(NeedsGrad::default()) };
+        let task = Task { top_k: Some(k), ..Task::for_log_probs(NeedsGrad::default()) };
         let plan = self.plan(operands, task, None)?;
         let (ids, log_probs) = top_k(&self.0, operands, k, &plan)?;
         // Reading back synchronizes. A NaN is ranked first.
@@ -118,7 +118,7 @@ impl<G: Gpu> Backend for GpuBackend<G> {
 
     /// Reads the log-probabilities of all ids, and answers the query on the host.
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-        let plan = self.plan(operands, Task::log_probs(NeedsGrad::default()), None)?;
+        let plan = self.plan(operands, Task::for_log_probs(NeedsGrad::default()), None)?;
         let log_probs = self.log_probs(operands, DType::F32, &plan)?;
         let log_probs = log_probs.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
         let offsets = if visit.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };

@@ -30,7 +30,7 @@ impl FullTeacher {
         match self {
             FullTeacher::Mixture { mixture, dtype } => {
                 let operands = mixture.operands().narrow(positions)?;
-                let plan = backend::plan(&operands, Task::log_probs(NeedsGrad::default()), None)?;
+                let plan = backend::plan(&operands, Task::for_log_probs(NeedsGrad::default()), None)?;
                 let computed = accumulation_dtype("teacher", operands.contexts.dtype())?;
                 Ok(backend::log_probs(&operands, computed, &plan)?.to_dtype(*dtype)?)
             }

@@ -242,12 +242,13 @@ impl<T: Element> SummedChunk<'_, '_, T> {
         let logit_scale = scale.f64() * self.inputs.logit_scale.f64();
         let gradient = PositionGradient { state, target: &target, sums, log_outside, scale, logit_scale };
         let n = self.first_product.ids.position_ids(i).len();
-        let row = |k: usize| self.row(&gradient, first_row + k, k, &mut entries[k * n..][..n]);
+        let row = |k: usize| self.gradient_row(&gradient, first_row + k, k, &mut entries[k * n..][..n]);
         (loss, (0..components).map(row).collect())
     }
 
-    /// Computes the row of component k of a position, and writes its entries.
-    fn row(
+    /// Computes the gradient of the logits of a position's component k, as the factor of their exponentials, and writes
+    /// those of its listed ids to `entries`.
+    fn gradient_row(
         &self,
         gradient: &PositionGradient<'_, T::Acc>,
         row: usize,

@@ -77,7 +77,7 @@ fn is_correct<T: Served>(operands: &Operands, targets: &[i64], run: Run) -> Resu
 
 /// Returns the most probable id of each position, from log-probabilities in f64; among equals it is the lowest.
 fn argmax(operands: &Operands) -> Result<Vec<usize>> {
-    let plan = Cpu.plan(operands, Task::log_probs(NeedsGrad::default()), None)?;
+    let plan = Cpu.plan(operands, Task::for_log_probs(NeedsGrad::default()), None)?;
     let rows = Cpu.log_probs(operands, DType::F64, &plan)?.to_vec2::<f64>()?;
     let row_argmax = |row: &Vec<f64>| {
         let argmax = row.iter().enumerate().fold(0, |argmax, (id, x)| if *x > row[argmax] { id } else { argmax });
@@ -164,7 +164,7 @@ fn tiles_find_the_most_probable_ids() -> Result<()> {
             let token_ids = Tensor::from_vec(ids, (12, 5), &Device::Cpu)?;
             let scored =
                 Scored { token_ids, needs_entropy: false, needs_outside: false, needs_argmax: true, temperature: 1.0 };
-            let task = Task::scores(&scored, &operands, NeedsGrad::default())?;
+            let task = Task::for_scores(&scored, &operands, NeedsGrad::default())?;
             let plan = plan::<half::bf16>(&operands, task, None)?;
             assert_eq!(plan.computation, Computation::OnePass);
             let found = scores::<half::bf16, _>(Tiles { unit, isa }, &operands, &scored, &plan)?;

@@ -236,7 +236,8 @@ impl<'a, F: Float> RowOperands<'a, F> {
     }
 }
 
-/// Computes `z := exp_scale exp(z - largest) - scale soft_v r(v)`, times the slope of the softcap.
+/// Replaces a row of logits z by their gradient, `exp_scale exp(z - largest) - scale soft_v r(v)` times the slope of the
+/// softcap, where `soft_v` is the soft mass of id v and `r(v)` the component's responsibility for it.
 #[inline(always)]
 fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
     v: V,

@@ -109,7 +109,7 @@ impl Case {
 
     /// The plan for the loss.
     pub(super) fn plan(&self, gpu: &EmulatedGpu) -> backend::plan::Plan {
-        self.plan_for(gpu, Task { has_own_targets: self.own.is_some(), ..Task::loss(&self.options.terms(), ALL) })
+        self.plan_for(gpu, Task { has_own_targets: self.own.is_some(), ..Task::for_loss(&self.options.terms(), ALL) })
     }
 
     /// The plan for a task, with as many positions per chunk as the case has.
@@ -237,7 +237,7 @@ pub(super) fn top_k_and_truth(
     k: usize,
 ) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
     let (operands, truth) = (case.operands(case.dtype), case.operands(DType::F64));
-    let plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
+    let plan = backend::plan(&truth, Task::for_log_probs(NeedsGrad::default()), None).unwrap();
     let all = backend::log_probs(&truth, DType::F64, &plan).unwrap().to_vec2::<f64>().unwrap();
     let expected: Vec<Vec<u32>> = all
         .iter()

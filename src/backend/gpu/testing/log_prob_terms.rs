@@ -42,7 +42,7 @@ fn losses_of_log_probabilities_equal_those_of_the_cpu_in_f64() {
                 for divergence in [Divergence::ForwardKl, Divergence::JensenShannon(0.3)] {
                     let case = Case { dtype, chunk: 2, ..case(positions, components, 6, vocab) };
                     let (needs_grad, operands_in_f64) = (case.needs_grad(), case.operands(DType::F64));
-                    let task = Task::log_prob_terms(needs_grad);
+                    let task = Task::for_log_prob_terms(needs_grad);
                     let plan = case.plan_for(&backend.0, task);
                     let terms = divergence_terms(&case, DType::F32, divergence);
                     let found = backend.log_prob_loss(&case.operands(dtype), &*terms, needs_grad, &plan).unwrap();

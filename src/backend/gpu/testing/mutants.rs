@@ -96,7 +96,7 @@ fn wrong_kernels_are_caught() {
         let is_wrong = |gpu: &EmulatedGpu| {
             let log_probs_are_wrong = || {
                 let (operands, truth) = (cases[2].operands(DType::BF16), cases[2].operands(DType::F64));
-                let plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
+                let plan = backend::plan(&truth, Task::for_log_probs(NeedsGrad::default()), None).unwrap();
                 let truth = backend::log_probs(&truth, DType::F64, &plan).unwrap();
                 exceeds(error(&gpu::log_probs(gpu, &operands, DType::BF16, &cases[2].plan(gpu)).unwrap(), &truth), 1e-2)
             };

@@ -109,7 +109,7 @@ impl ScoreCase {
     /// The scores and the loss on the CPU in f64.
     fn truth(&self) -> (Tensor, LossResults) {
         let (operands, scored) = (self.operands(DType::F64), self.scored());
-        let task = Task::scores(&scored, &operands, self.mixture.needs_grad()).unwrap();
+        let task = Task::for_scores(&scored, &operands, self.mixture.needs_grad()).unwrap();
         let plan = backend::plan(&operands, task, None).unwrap();
         let loss = self.loss(DType::F64, 1.0, |operands, scored, terms, needs_grad| {
             backend::score_loss(operands, scored, terms, needs_grad, &plan).unwrap()
@@ -120,7 +120,7 @@ impl ScoreCase {
     /// The plan for the scores and the gradients that are needed.
     fn plan(&self, gpu: &EmulatedGpu, needs_grad: NeedsGrad) -> Plan {
         self.mixture
-            .plan_for(gpu, Task::scores(&self.scored(), &self.operands(self.mixture.dtype), needs_grad).unwrap())
+            .plan_for(gpu, Task::for_scores(&self.scored(), &self.operands(self.mixture.dtype), needs_grad).unwrap())
     }
 
     /// The scores and the loss on the emulated GPU.
@@ -343,7 +343,7 @@ fn impossible_candidates_have_a_score_of_minus_infinity() {
             let plan = case.plan(&gpu, NeedsGrad::default());
             let found = joined(gpu::scores(&gpu, &case.operands(DType::F32), &scored, &plan).unwrap());
             let truth = case.operands(DType::F64);
-            let task = Task::scores(&scored, &truth, NeedsGrad::default()).unwrap();
+            let task = Task::for_scores(&scored, &truth, NeedsGrad::default()).unwrap();
             let plan = backend::plan(&truth, task, None).unwrap();
             let truth = joined(backend::scores(&truth, &scored, &plan).unwrap());
             assert_eq!(truth.to_vec2::<f64>().unwrap()[0][0], f64::NEG_INFINITY);
@@ -358,7 +358,7 @@ fn scores_that_do_not_depend_on_all_ids_need_no_workspace_for_them() {
         let bytes = |entropy, temperature| {
             let case = scored(Case { chunk: 5, ..case(5, 1, 4, 1000) }, 1, entropy, temperature);
             let operands = case.operands(DType::F32);
-            let task = Task::scores(&case.scored(), &operands, case.mixture.needs_grad()).unwrap();
+            let task = Task::for_scores(&case.scored(), &operands, case.mixture.needs_grad()).unwrap();
             gpu::plan(gpu.kind(), case.mixture.sizes, DType::F32, task, None).unwrap().workspace_bytes
         };
         let row = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();

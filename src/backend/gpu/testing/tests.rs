@@ -39,7 +39,7 @@ fn adapters_equal_those_of_the_cpu_in_f64() {
                     case.check(&gpu);
                     let (plan, operands) = (case.plan(&gpu), case.operands(dtype));
                     let truth = case.operands(DType::F64);
-                    let cpu_plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
+                    let cpu_plan = backend::plan(&truth, Task::for_log_probs(NeedsGrad::default()), None).unwrap();
                     let log_probs = backend::log_probs(&truth, DType::F64, &cpu_plan).unwrap();
                     let found = gpu::log_probs(&gpu, &operands, dtype, &plan).unwrap();
                     assert!(error(&found, &log_probs) <= case.tolerance());
@@ -70,7 +70,7 @@ fn targets_that_are_entries_of_their_own_equal_those_of_the_cpu_in_f64() {
 fn f64_is_an_error_that_names_the_backend() {
     for gpu in EmulatedGpu::all() {
         let case = case(2, 1, 3, 5);
-        let (operands, task) = (case.operands(DType::F64), Task::log_probs(NeedsGrad::default()));
+        let (operands, task) = (case.operands(DType::F64), Task::for_log_probs(NeedsGrad::default()));
         let name = gpu.kind().kernels.to_string();
         let plan = gpu::GpuBackend(gpu).plan(&operands, task, None);
         let Err(crate::Error::DType { argument: "hidden", expected, got: DType::F64 }) = plan else {
@@ -192,7 +192,7 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
             let case = Case { dtype, ..case(5, 3, 6, 37) };
             let (operands, truth) = (case.operands(dtype), case.operands(DType::F64));
             let plan = case.plan(&gpu);
-            let cpu_plan = backend::plan(&truth, Task::log_probs(NeedsGrad::default()), None).unwrap();
+            let cpu_plan = backend::plan(&truth, Task::for_log_probs(NeedsGrad::default()), None).unwrap();
             let log_probs = backend::log_probs(&truth, DType::F64, &cpu_plan).unwrap();
             assert!(error(&gpu::log_probs(&gpu, &operands, dtype, &plan).unwrap(), &log_probs) <= case.tolerance());
 
@@ -223,7 +223,7 @@ fn the_plan_of_a_ranking_has_room_for_the_log_probabilities_of_a_chunk() {
     for gpu in EmulatedGpu::all() {
         let bytes = |top_k| {
             let case = Case { chunk: 5, ..case(5, 2, 4, 1000) };
-            let task = Task { top_k, ..Task::log_probs(NeedsGrad::default()) };
+            let task = Task { top_k, ..Task::for_log_probs(NeedsGrad::default()) };
             gpu::plan(gpu.kind(), case.sizes, DType::F32, task, None).unwrap().workspace_bytes
         };
         let log_probs = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
@@ -275,7 +275,7 @@ fn infinities_and_nan_are_where_they_are_on_the_cpu() {
                     Operands { bias: Some(bias.to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
                 };
                 let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::F32)));
-                let plan = backend::plan(&truth, Task::loss(&case.options.terms(), ALL), None).unwrap();
+                let plan = backend::plan(&truth, Task::for_loss(&case.options.terms(), ALL), None).unwrap();
                 let truth = backend::loss(&truth, &case.objective(DType::F64), ALL, &plan).unwrap();
                 let got = gpu::loss(&gpu, &got, &case.objective(DType::F32), ALL, &case.plan(&gpu)).unwrap();
                 assert!(error(&got.nll, &truth.nll) <= 1e-5, "{value} {:?} {:?}", got.nll, truth.nll);

@@ -110,13 +110,13 @@ fn log_mixture(log_t: &Tensor, log_q: &Tensor, beta: f64) -> Result<Tensor> {
 pub(crate) fn log_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let largest = a.maximum(b)?;
     // Where both are minus infinity, so is the sum.
-    let reference = largest.maximum(least(a.dtype()))?;
+    let reference = largest.maximum(finite_floor(a.dtype()))?;
     let sum = ((a - &reference)?.exp()? + (b - &reference)?.exp()?)?;
     Ok((sum.log()? + reference)?)
 }
 
-/// Returns a number below every log-probability that matters.
-fn least(dtype: DType) -> f64 {
+/// Returns a finite number that stands for minus infinity: it is below every log-probability that is told from zero.
+fn finite_floor(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => -1e300,
         _ => -1e30,

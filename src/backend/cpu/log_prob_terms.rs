@@ -19,8 +19,8 @@ use crate::backend::schedule::Steps;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 
-/// Computes a loss whose terms are known once the log-probabilities of a chunk are, and the gradients of the operands that
-/// need one.
+/// Computes the loss that `terms` defines, and the gradients of the operands that need one: for each chunk it is given the
+/// log-probabilities of all ids, and returns the values of the positions and their derivatives by the log-probabilities.
 pub(super) fn log_prob_loss<T: Element, X: Products<T>>(
     products: X,
     operands: &Operands,

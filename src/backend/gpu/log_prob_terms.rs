@@ -12,7 +12,7 @@ use crate::backend::plan::Plan;
 use crate::backend::task::Task;
 use crate::error::{Error, Result};
 
-/// Computes a loss of the log-probabilities of all ids, and its gradients.
+/// Computes the loss that `terms` defines on the log-probabilities of all ids, chunk by chunk, and its gradients.
 pub(super) fn log_prob_loss(
     backend: &impl Backend,
     operands: &Operands,

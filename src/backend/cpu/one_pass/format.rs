@@ -43,7 +43,8 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     /// Returns the bytes of a thread's buffers for tiles of `ids` ids, with a third product if `keeps_exponentials`.
     fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize;
 
-    /// Returns the bytes that each row of the chunk takes in the contexts times the factors of a segment.
+    /// Returns the bytes per row of the chunk that the copy of its contexts takes, multiplied by the factors of a segment.
+    /// They are zero for a format that keeps no such copy.
     fn scaled_context_bytes(self, d: usize) -> usize;
 
     /// Returns the maximum number of panels that pass through a tile of the decoder together.

@@ -115,7 +115,7 @@ pub(crate) fn log_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok((sum.log()? + reference)?)
 }
 
-/// Returns a finite number that stands for minus infinity: it is below every log-probability that is told from zero.
+/// Returns a finite number in the place of minus infinity, far below the log-probabilities that finite logits have.
 fn finite_floor(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => -1e300,

@@ -232,7 +232,7 @@ impl Metal {
     fn gemm_pipeline(&self, product: &DeviceProduct, tiling: &GemmTiling) -> Result<ComputePipeline> {
         let letter = |matrix: &DeviceMatrix| if matrix.is_transposed { 't' } else { 'n' };
         let name = format!(
-            "gemm_{}{}_f32_{}_{}_{}_{}_{}",
+            "gemm_{}{}_f32_f32_{}_{}_{}_{}_{}",
             letter(&product.lhs),
             letter(&product.rhs),
             tiling.rows,

@@ -74,39 +74,43 @@ fn unsupported(device: &Device) -> Error {
     Error::Device { argument: "hidden", expected: expected.join(" or "), got: format!("{:?}", device.location()) }
 }
 
-/// Defines functions of the names of [`Backend`]'s operations: each calls the operation of the device's backend, with the
-/// same arguments.
+/// Defines functions of the names of [`Backend`]'s operations: each calls the operation of the backend of its first
+/// argument's device, with the same arguments.
 macro_rules! dispatch {
-    ($(fn $operation:ident$(<$query:ident>)?($($argument:ident: $type:ty),*) -> $result:ty; by $device:expr;)*) => {$(
-        #[doc = concat!("Calls [`Backend::", stringify!($operation), "`] of the backend of the arguments' device.")]
-        pub(crate) fn $operation$(<$query: Visit>)?($($argument: $type),*) -> Result<$result> {
-            let device = $device.clone();
-            on_device!(&device, backend => backend.$operation($($argument),*))
+    ($(
+        fn $operation:ident$(<$query:ident>)?($first:ident: $first_type:ty$(, $argument:ident: $type:ty)*) -> $result:ty;
+    )*) => {$(
+        #[doc = concat!("Calls [`Backend::", stringify!($operation), "`] of the backend of the first argument's device.")]
+        pub(crate) fn $operation$(<$query: Visit>)?($first: $first_type$(, $argument: $type)*) -> Result<$result> {
+            let device = $first.device().clone();
+            on_device!(&device, backend => backend.$operation($first$(, $argument)*))
         }
     )*};
 }
 
 dispatch! {
-    fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Plan; by operands.contexts.device();
-    fn loss(operands: &Operands, objective: &Objective, needs_grad: NeedsGrad, plan: &Plan) -> LossResults; by operands.contexts.device();
-    fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Tensor; by operands.contexts.device();
-    fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> (Tensor, Option<Tensor>); by operands.contexts.device();
-    fn score_gradients(operands: &Operands, scored: &Scored, upstream: &Tensor, needs_grad: NeedsGrad, plan: &Plan)
-        -> Gradients; by operands.contexts.device();
-    fn score_loss(operands: &Operands, scored: &Scored, terms: &ScoreTerms, needs_grad: NeedsGrad, plan: &Plan)
-        -> LossResults; by operands.contexts.device();
-    fn log_prob_loss(operands: &Operands, terms: &LogProbTerms, needs_grad: NeedsGrad, plan: &Plan) -> LossResults; by operands.contexts.device();
-    fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> (Tensor, Tensor); by log_probs.device();
-    fn top_k(operands: &Operands, k: usize) -> (Tensor, Tensor); by operands.contexts.device();
-    fn visit<V>(operands: &Operands, query: &V) -> Vec<V::Output>; by operands.contexts.device();
-    fn visit_shard<V>(operands: &Operands, shard: &VocabShard, query: &V) -> Vec<V::Output>; by operands.contexts.device();
-    fn matmul(left: &Tensor, right: &Tensor) -> Tensor; by left.device();
-    fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Tensor; by contexts.device();
+    fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Plan;
+    fn loss(operands: &Operands, objective: &Objective, needs_grad: NeedsGrad, plan: &Plan) -> LossResults;
+    fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Tensor;
+    fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> (Tensor, Option<Tensor>);
+    fn score_gradients(
+        operands: &Operands, scored: &Scored, upstream: &Tensor, needs_grad: NeedsGrad, plan: &Plan
+    ) -> Gradients;
+    fn score_loss(
+        operands: &Operands, scored: &Scored, terms: &ScoreTerms, needs_grad: NeedsGrad, plan: &Plan
+    ) -> LossResults;
+    fn log_prob_loss(operands: &Operands, terms: &LogProbTerms, needs_grad: NeedsGrad, plan: &Plan) -> LossResults;
+    fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> (Tensor, Tensor);
+    fn top_k(operands: &Operands, k: usize) -> (Tensor, Tensor);
+    fn visit<V>(operands: &Operands, query: &V) -> Vec<V::Output>;
+    fn visit_shard<V>(operands: &Operands, shard: &VocabShard, query: &V) -> Vec<V::Output>;
+    fn matmul(left: &Tensor, right: &Tensor) -> Tensor;
+    fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Tensor;
     fn list_product_gradients(
         contexts: &Tensor, matrix: &Tensor, lists: &IdLists, upstream: &Tensor, needed: [bool; 2]
-    ) -> [Option<Tensor>; 2]; by contexts.device();
-    fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Tensor; by values.device();
-    fn rounded(gradient: &Tensor, dtype: DType) -> Tensor; by gradient.device();
-    fn bias_tanh(z: &Tensor, bias: &Tensor) -> Tensor; by z.device();
-    fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Tensor; by result.device();
+    ) -> [Option<Tensor>; 2];
+    fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Tensor;
+    fn rounded(gradient: &Tensor, dtype: DType) -> Tensor;
+    fn bias_tanh(z: &Tensor, bias: &Tensor) -> Tensor;
+    fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Tensor;
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
 
@@ -79,6 +79,11 @@ pub(crate) struct Operands {
 }
 
 impl Operands {
+    /// Returns the device of the tensors.
+    pub(crate) fn device(&self) -> &Device {
+        self.contexts.device()
+    }
+
     /// Returns the operands of these positions alone.
     pub(crate) fn narrow(&self, positions: &Range<usize>) -> Result<Self> {
         let narrow = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());

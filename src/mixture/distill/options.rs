@@ -20,11 +20,11 @@ use crate::tensors::checks::check_number;
 /// # fn main() -> mos_head::Result<()> {
 /// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
 /// let hidden = Tensor::randn(0f32, 1., (4, 8), &Device::Cpu)?;
-/// let of_head = Teacher::from_mixture(&head.mixture(&hidden, DropoutMasks::Off)?);
+/// let mixture_teacher = Teacher::from_mixture(&head.mixture(&hidden, DropoutMasks::Off)?);
 /// let top = head.top_k(&hidden, 16)?;
-/// let of_list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
-/// let of_tensor = Teacher::from_log_probs(&head.log_probs(&hidden)?);
-/// # let _ = (of_head, of_list, of_tensor);
+/// let list_teacher = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
+/// let tensor_teacher = Teacher::from_log_probs(&head.log_probs(&hidden)?);
+/// # let _ = (mixture_teacher, list_teacher, tensor_teacher);
 /// # Ok(())
 /// # }
 /// ```

@@ -239,6 +239,12 @@ pub enum OptionName {
     ZLoss,
     /// [`OutputLayer::log_probs`](crate::OutputLayer::log_probs), and results that are computed from them
     LogProbs,
+    /// [`Distributions::log_prob_loss`](crate::Distributions::log_prob_loss)
+    LogProbLoss,
+    /// [`Distributions::sample`](crate::Distributions::sample)
+    Sample,
+    /// [`Distributions::distill`](crate::Distributions::distill)
+    Distill,
     /// [`ScoreOptions::entropy`](crate::score::ScoreOptions::entropy) or
     /// [`PolicyOptions::entropy`](crate::policy::PolicyOptions::entropy)
     Entropy,
@@ -273,6 +279,9 @@ impl fmt::Display for OptionName {
             OptionName::LabelSmoothing => "label_smoothing",
             OptionName::ZLoss => "z_loss",
             OptionName::LogProbs => "log_probs",
+            OptionName::LogProbLoss => "log_prob_loss",
+            OptionName::Sample => "sample",
+            OptionName::Distill => "distill",
             OptionName::Entropy => "entropy",
             OptionName::Outside => "outside",
             OptionName::Temperature => "temperature",

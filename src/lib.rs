@@ -134,12 +134,15 @@ mod allowed;
 
 mod heads;
 
+mod distributions;
+
 mod decoder;
 mod decoding;
 mod mixture;
 
-mod loss;
 mod scores;
+
+mod loss;
 
 mod backend;
 
@@ -148,13 +151,14 @@ mod tensors;
 mod error;
 
 pub use backend::plan::{Kernels, Plan};
+pub use distributions::{linear_cross_entropy, Distributions};
 pub use error::{Error, OptionName, Result};
 pub use head_config::HeadConfig;
 pub use heads::{
     ContextActivation, Head, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
     OutputLayer, SoftmaxConfig, SoftmaxHead,
 };
-pub use loss::{GradientSum, Loss, LossOptions, Precision, Reduction};
-pub use mixture::{linear_cross_entropy, Mixture};
+pub use loss::{GradientSum, Loss, LossOptions, PositionOptions, Precision, Reduction};
+pub use mixture::Mixture;
 pub use public::{decode, distill, parts, policy, sampled, score, sets};
 pub use tensors::dropout::DropoutMasks;

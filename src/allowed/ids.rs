@@ -20,7 +20,7 @@ use crate::tensors::id_lists::{sorted_unique, IdLists, Restriction};
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use mos_head::sets::AllowedIds;
-/// use mos_head::{Error, LossOptions, Mixture};
+/// use mos_head::{Distributions, Error, LossOptions, Mixture};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let contexts = Tensor::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // 3 positions, K = 1, d = 8

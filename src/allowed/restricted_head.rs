@@ -4,13 +4,10 @@ use candle_core::{DType, Tensor};
 
 use super::ids::AllowedIds;
 use super::restricted_mixture::RestrictedMixture;
-use crate::decoding::{Sampler, TopK};
+use crate::distributions::Distributions;
 use crate::error::Result;
-use crate::heads::{policy_loss_from_scores, MixtureLayer, OutputLayer};
+use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
 use crate::loss::{Loss, LossOptions, Request};
-use crate::mixture::{DistillOptions, Distillation, Teacher};
-use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
-use crate::scores::{ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
@@ -83,54 +80,33 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        // A NaN at an ignored position must not reach the projection.
-        let request = Request::new(leading(hidden)?, Some(self.vocab_size()), hidden, targets, options)?;
-        let mixture = self.head.mixture(&request.mask(hidden)?, options.dropout)?;
-        mixture.restricted(&self.allowed)?.loss(targets, options)
+        self.target_loss(hidden, targets, options)
     }
 
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.mixture(hidden)?.log_probs()
+        self.log_probs_as(hidden, hidden.dtype())
     }
 
     fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
         self.mixture(hidden)?.log_probs_as(dtype)
     }
 
-    fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
-        self.mixture(hidden)?.score(token_ids, options)
-    }
-
-    fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (terms, rows) = PolicyTerms::from_hidden(hidden, batch, options)?;
+    fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
+        let Some(positions) = positions else { return Ok(Box::new(self.mixture(hidden)?)) };
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
-        let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
-        let scores = mixture.restricted(&self.allowed.select(&terms.positions))?;
-        let scores = scores.score(&terms.token_ids, &options.score_options());
-        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
-    }
-
-    fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-        let (distillation, rows) = Distillation::from_hidden(hidden, self.vocab_size(), teacher, options)?;
-        self.allowed.check_positions(leading(hidden)?.iter().product())?;
-        let mixture = self.head.mixture(&rows, DropoutMasks::Off)?;
-        let positions = distillation.positions();
-        let mixture = mixture.restricted(&self.allowed.select(positions))?;
-        let scores = |ids: &Tensor, options: &ScoreOptions| {
-            mixture.score(ids, options).map_err(|error| error.with_position_from(positions))
-        };
-        distillation.composed_loss(|| mixture.log_probs().map_err(|error| error.with_position_from(positions)), scores)
-    }
-
-    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        self.mixture(hidden)?.top_k(k)
-    }
-
-    fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-        self.mixture(hidden)?.sample(sampler)
+        let mixture = self.head.mixture(&select_hidden(hidden, Some(positions))?, DropoutMasks::Off)?;
+        Ok(Box::new(mixture.restricted(&self.allowed.select(positions))?))
     }
 
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
         Ok(Box::new(Restricted { head: self.head.frozen_mixture()?, allowed: self.allowed.clone() }))
+    }
+}
+
+impl<H: MixtureLayer> RequestLayer for Restricted<H> {
+    fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
+        // A NaN at an ignored position must not reach the projection.
+        let mixture = self.head.mixture(&request.positions.mask(hidden)?, request.options.dropout)?;
+        mixture.restricted(&self.allowed)?.request_loss(request)
     }
 }

@@ -2,12 +2,15 @@
 
 use candle_core::{DType, Tensor};
 
+use super::choice::Choices;
 use super::gathered_rows::{gathered_softmax, is_single};
 use super::ids::AllowedIds;
 use super::set_log_probs::{expand_columns, SetLogProbs};
 use crate::backend::operands::Sizes;
-use crate::error::{OptionName, Result};
-use crate::loss::{Loss, LossOptions, Precision, Request};
+use crate::decoding::{Sampler, TopK};
+use crate::distributions::{Distributions, Sealed};
+use crate::error::{Error, OptionName, Result};
+use crate::loss::{Loss, LossOptions, OutputShape, PositionOptions, Precision, Request};
 use crate::mixture::Mixture;
 use crate::scores::{are_argmax, candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
@@ -27,13 +30,38 @@ use crate::tensors::transfer;
 /// of several softmaxes needs all ids for its log-sum-exps; if a set has more than 256 ids, it holds the
 /// log-probabilities of all ids, `[positions, vocab]`. Sets and targets are read on the host, which waits for a GPU.
 ///
+/// # Results
+///
+/// - A loss supports label smoothing, which spreads its mass over the set, and the z-loss for one set for all positions, if
+///   targets are not added to it and there is a single softmax without log-priors. (With explicit log-priors a mixture with
+///   K = 1 supports neither.) A target is correct if it is the argmax among the ids of its set. The budget of the workspace
+///   is for the passes over all ids; the log-probabilities of the sets are held beside it.
+/// - Log-probabilities are minus infinity outside the sets.
+/// - No id outside its set is among the most probable ones: if all sets have fewer than `k` ids, there are as many as the
+///   largest has, and a position with fewer repeats its last id with a log-probability of minus infinity, which
+///   [`BeamSearch`](crate::decode::BeamSearch) never chooses.
+/// - A sample's temperature and truncation apply to the renormalised distribution, which has no priors: ancestral sampling
+///   of several softmaxes is [`Error::Unsupported`].
+///
+/// # Errors
+///
+/// Beside those of [`Distributions`]: [`Error::NotAllowed`] if a target is not in its set; [`Error::EmptySet`] if a set is
+/// empty, unless an empty set allows all ids ([`AllowedIds::with_empty_as_full`]) or the target is ignored;
+/// [`Error::Impossible`] if all ids of a set have probability zero and an id is chosen. [`Error::Unsupported`] for sampled
+/// losses, and for label smoothing and the z-loss except as above.
+///
+/// # Numerics
+///
+/// A target of probability zero has an infinite loss. If all ids of a set have probability zero, or a logit of the set is
+/// NaN, the loss of this position is NaN; those of other positions are not affected.
+///
 /// # Examples
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use mos_head::decode::{Sampler, Sampling};
 /// use mos_head::sets::AllowedIds;
-/// use mos_head::Mixture;
+/// use mos_head::{Distributions, Mixture};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let contexts = Tensor::randn(0f32, 1., (2, 1, 8), &Device::Cpu)?; // 2 positions, K = 1, d = 8
@@ -49,7 +77,7 @@ use crate::tensors::transfer;
 /// ```
 #[derive(Clone, Debug)]
 pub struct RestrictedMixture {
-    pub(super) mixture: Mixture,
+    mixture: Mixture,
     allowed: AllowedIds,
 }
 
@@ -69,51 +97,65 @@ impl Mixture {
 }
 
 impl RestrictedMixture {
-    /// Computes the loss of the targets under the renormalised distribution, as [`Mixture::loss`] does.
-    ///
-    /// Label smoothing spreads its mass over the set. It and the z-loss are supported for one set for all positions, if
-    /// targets are not added to it and there is a single softmax without log-priors. (With explicit log-priors a
-    /// mixture with K = 1 supports neither.) A target is correct if it is the argmax among the ids of its set. The
-    /// budget of the workspace is for the passes over all ids; the log-probabilities of the sets are held beside it.
-    ///
-    /// # Shapes
-    ///
-    /// - targets: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
-    ///
-    /// # Errors
-    ///
-    /// The errors are those of [`Mixture::loss`]; [`Error::NotAllowed`](crate::Error::NotAllowed) if a target is not in
-    /// its set, [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty, unless an empty set allows all ids
-    /// ([`AllowedIds::with_empty_as_full`]) or the target is ignored. [`Error::Unsupported`](crate::Error::Unsupported)
-    /// for sampled losses, and for label smoothing and the z-loss except as above.
-    ///
-    /// # Numerics
-    ///
-    /// A target of probability zero has an infinite loss. If all ids of a set have probability zero, or a logit of the
-    /// set is NaN, the loss of this position is NaN; those of other positions are not affected.
-    pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+    /// Computes the loss of a single softmax over the same ids at all positions: the loss of a mixture whose decoder
+    /// has the rows of these ids alone.
+    fn gathered_loss(&self, ids: &[u32], target_ids: &[Option<usize>], options: &LossOptions) -> Result<Loss> {
+        let device = self.mixture.operands().contexts.device();
+        let (mixture, leaves) = gathered_softmax(&self.mixture, ids)?;
+        let targets = places(ids, target_ids).collect::<Vec<i64>>();
+        let targets = Tensor::from_vec(targets, self.mixture.leading(), device)?;
+        let gather = |weights: &Tensor| weights.index_select(&Tensor::new(ids, device)?, 0);
+        let class_weights = options.class_weights.as_ref().map(gather).transpose()?;
+        let ignore_index = options.positions.ignore_index.map(|_| IGNORED);
+        let positions = PositionOptions { ignore_index, ..options.positions.clone() };
+        let loss = mixture.loss(&targets, &LossOptions { class_weights, positions, ..options.clone() })?;
+        Ok(Loss { other_decoders: leaves, ..loss })
+    }
+
+    /// Returns the restriction at all positions, none of which is ignored.
+    fn restriction(&self) -> Result<Restriction> {
+        let Sizes { positions, vocab, .. } = self.mixture.operands().sizes;
+        self.allowed.restriction(&[], 0, 0..positions, vocab)
+    }
+}
+
+impl Sealed for RestrictedMixture {
+    fn shape(&self) -> OutputShape<'_> {
+        self.mixture.shape()
+    }
+
+    fn name(&self) -> &'static str {
+        "allowed ids"
+    }
+
+    fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
+        Ok(Box::new(self.mixture.with_positions(positions)?.restricted(&self.allowed.select(positions))?))
+    }
+}
+
+impl Distributions for RestrictedMixture {
+    fn request_loss(&self, request: &Request) -> Result<Loss> {
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let leading = self.mixture.leading();
-        let contexts = &self.mixture.operands().contexts;
-        let request = Request::new(leading, Some(vocab), contexts, targets, options)?;
+        let options = request.options;
         let options_of_kernels = [OptionName::LabelSmoothing, OptionName::ZLoss, OptionName::Correct];
         let is_fused = is_single(&self.mixture) && self.allowed.are_shared();
         request.check_support("allowed ids", if is_fused { &options_of_kernels } else { &[OptionName::Correct] })?;
-        let target_ids = request.read_ids(vocab)?;
+        let target_ids = request.positions.read_ids(vocab)?;
         // An ignored position takes no part in the computation: its set may be empty, or all ids of it impossible.
         let counted: Vec<u32> = (0u32..).zip(&target_ids).filter(|(_, id)| id.is_some()).map(|(t, _)| t).collect();
         if counted.is_empty() {
-            return self.mixture.loss(targets, options);
+            return self.mixture.request_loss(request);
         }
         let ids: Vec<usize> = target_ids.iter().copied().flatten().collect();
         let restriction = match self.allowed.restriction(&ids, 1, counted.iter().map(|&t| t as usize), vocab)? {
-            Restriction::All => return self.mixture.loss(targets, options),
+            Restriction::All => return self.mixture.request_loss(request),
             Restriction::Shared(ids) if is_single(&self.mixture) => {
                 return self.gathered_loss(&ids, &target_ids, options);
             }
             restriction => restriction,
         };
-        let mut mixture = self.mixture.select(&counted)?;
+        let mut mixture = self.mixture.with_positions(&counted)?;
         if !options.train {
             mixture = mixture.detach();
         }
@@ -137,45 +179,7 @@ impl RestrictedMixture {
         Ok(Loss { other_decoders: set_log_probs.leaves, ..loss })
     }
 
-    /// Computes the loss of a single softmax over the same ids at all positions: the loss of a mixture whose decoder
-    /// has the rows of these ids alone.
-    fn gathered_loss(&self, ids: &[u32], target_ids: &[Option<usize>], options: &LossOptions) -> Result<Loss> {
-        let device = self.mixture.operands().contexts.device();
-        let (mixture, leaves) = gathered_softmax(&self.mixture, ids)?;
-        let targets = places(ids, target_ids).collect::<Vec<i64>>();
-        let targets = Tensor::from_vec(targets, self.mixture.leading(), device)?;
-        let gather = |weights: &Tensor| weights.index_select(&Tensor::new(ids, device)?, 0);
-        let class_weights = options.class_weights.as_ref().map(gather).transpose()?;
-        let ignore_index = options.ignore_index.map(|_| IGNORED);
-        let loss = mixture.loss(&targets, &LossOptions { class_weights, ignore_index, ..options.clone() })?;
-        Ok(Loss { other_decoders: leaves, ..loss })
-    }
-
-    /// Computes log-probabilities `[.., vocab]` in the dtype of the contexts. They are minus infinity outside the sets,
-    /// and differentiable.
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[.., vocab]`
-    ///
-    /// # Errors
-    ///
-    /// The errors are those of [`Mixture::log_probs`]; [`Error::EmptySet`](crate::Error::EmptySet) if a set is empty
-    /// and an empty set does not allow all ids.
-    pub fn log_probs(&self) -> Result<Tensor> {
-        self.log_probs_as(self.mixture.operands().contexts.dtype())
-    }
-
-    /// Computes log-probabilities `[.., vocab]` in another dtype, as [`Mixture::log_probs_as`] does.
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[.., vocab]`
-    ///
-    /// # Errors
-    ///
-    /// The errors are those of [`RestrictedMixture::log_probs`] and [`Mixture::log_probs_as`].
-    pub fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
+    fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let shape = [self.mixture.leading(), &[vocab]].concat();
         match self.restriction()? {
@@ -192,21 +196,7 @@ impl RestrictedMixture {
         }
     }
 
-    /// Computes the log-probability of given token ids under the renormalised distribution and, if the options ask for
-    /// them, its entropy, the mass outside these ids, and whether an id is the most probable of its set, as
-    /// [`Mixture::score`] does. The scores are differentiable.
-    ///
-    /// # Shapes
-    ///
-    /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]`; u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm
-    ///   of the mass outside `[..]`, in nats
-    ///
-    /// # Errors
-    ///
-    /// The errors of the ids are those of the targets of [`RestrictedMixture::loss`]. It is an error too if an option
-    /// is out of range.
-    pub fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+    fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         options.validate()?;
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let leading = self.mixture.leading();
@@ -233,44 +223,27 @@ impl RestrictedMixture {
         }
     }
 
-    /// Computes the log-probability of given token ids; see [`RestrictedMixture::score`].
-    ///
-    /// # Shapes
-    ///
-    /// - token_ids: `[..]`, the leading dimensions of the contexts, or `[.., n]`; u8, u32 or i64
-    /// - returns the shape of `token_ids`
-    ///
-    /// # Errors
-    ///
-    /// The errors are those of [`RestrictedMixture::score`].
-    pub fn log_prob(&self, token_ids: &Tensor) -> Result<Tensor> {
-        Ok(self.score(token_ids, &ScoreOptions::new())?.log_prob)
+    fn top_k(&self, k: usize) -> Result<TopK> {
+        TopK::check_k(k, self.mixture.operands().sizes.vocab)?;
+        let choices = Choices::new(&self.mixture, self.restriction()?)?;
+        let mixture = &choices.mixture;
+        let top = match &choices.restriction {
+            Restriction::All => mixture.top_k(k.min(mixture.operands().sizes.vocab))?,
+            restriction => mixture.top_k_within(restriction, k)?,
+        };
+        Ok(TopK { token_ids: choices.token_ids(&top.token_ids)?, ..top })
     }
 
-    /// Computes the entropy of each position's renormalised distribution in nats; see [`RestrictedMixture::score`].
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[..]`
-    ///
-    /// # Errors
-    ///
-    /// The errors are those of [`RestrictedMixture::log_probs`].
-    pub fn entropy(&self) -> Result<Tensor> {
-        let shape = [self.mixture.leading(), &[0]].concat();
-        let no_ids = Tensor::zeros(shape, DType::U32, self.mixture.operands().contexts.device())?;
-        let scores = self.score(&no_ids, &ScoreOptions::new().with_entropy(true))?;
-        match scores.entropy {
-            Some(entropy) => Ok(entropy),
-            // The options ask for the entropy, so that there is one.
-            None => self.mixture.entropy(),
+    fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
+        if sampler.sampling().ancestral && self.mixture.operands().sizes.components > 1 {
+            return Err(Error::Unsupported { option: OptionName::Ancestral, head: "allowed ids of several softmaxes" });
         }
-    }
-
-    /// Returns the restriction at all positions, none of which is ignored.
-    pub(super) fn restriction(&self) -> Result<Restriction> {
-        let Sizes { positions, vocab, .. } = self.mixture.operands().sizes;
-        self.allowed.restriction(&[], 0, 0..positions, vocab)
+        let choices = Choices::new(&self.mixture, self.restriction()?)?;
+        let drawn = match &choices.restriction {
+            Restriction::All => choices.mixture.sample(sampler)?,
+            restriction => choices.mixture.sample_within(restriction, sampler)?,
+        };
+        choices.token_ids(&drawn)
     }
 }
 

@@ -7,6 +7,7 @@ use candle_core::{Tensor, D};
 
 use super::gathered_rows::{gathered_softmax, is_single, list_logits};
 use crate::backend::operands::{accumulation_dtype, Sizes};
+use crate::distributions::Distributions;
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;

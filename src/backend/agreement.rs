@@ -14,6 +14,8 @@ pub(crate) enum Call {
     Loss,
     /// The gradients of a loss are computed.
     Backward,
+    /// A rank has an error before it makes its call.
+    Refused,
     /// Token ids are ranked or drawn.
     Decoding,
     /// A checkpoint is written.
@@ -109,7 +111,9 @@ pub(crate) fn agree<T>(
 ) -> Result<(T, Vec<Vec<f64>>)> {
     let mut exchanged = exchange(collectives, call, checked.is_ok(), numbers)?;
     let checked = checked?;
-    let call_numbers = [Agreed::equal("the call", 0.0), Agreed::equal(WITHOUT_ERROR, 0.0)];
+    // A rank with an error may not know the call that the others make.
+    exchanged.swap(0, 1);
+    let call_numbers = [Agreed::equal(WITHOUT_ERROR, 0.0), Agreed::equal("the call", 0.0)];
     for (number, values) in call_numbers.iter().chain(numbers).zip(&exchanged) {
         let first = values[0];
         let is_same = |value: f64| {

@@ -1,5 +1,6 @@
 //! The shard of a vocabulary that a rank has, and the checks that ranks make together before a call.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -111,6 +112,14 @@ impl VocabShard {
     /// everywhere. Every rank calls it.
     pub(crate) fn agree<T>(&self, call: Call, checked: Result<T>, numbers: &[Agreed]) -> Result<T> {
         Ok(agree(&*self.collectives, call, checked, numbers)?.0)
+    }
+
+    /// Tells the other ranks of an error that this rank has before the call that they make, and returns it.
+    pub(crate) fn announce(&self, error: Error) -> Error {
+        match self.agree(Call::Refused, Err::<Infallible, _>(error), &[]) {
+            Ok(never) => match never {},
+            Err(error) => error,
+        }
     }
 
     /// Returns the plan with the smallest chunks of all ranks, whose shards and processors differ. Every rank calls it.

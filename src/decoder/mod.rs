@@ -329,7 +329,7 @@ impl Decoder {
     /// Computes the loss of the mixture of these contexts, which are masked at ignored positions. If rows are computed
     /// from spellings, a sampled loss computes only the rows of its sample and of the targets.
     pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
-        let is_sampled = request.options.sampled_step().is_some() && request.positions() > 0;
+        let is_sampled = request.options.sampled_step().is_some() && request.targets.elem_count() > 0;
         let (WeightRows::Computed(cnn), true) = (&self.rows, is_sampled) else {
             return self.mixture(contexts, log_priors)?.loss_from_request(request);
         };

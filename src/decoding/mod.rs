@@ -11,11 +11,12 @@ mod next_token;
 mod pruning;
 mod sampler;
 mod sampling;
-mod shard_top_k;
 mod top_k;
 mod within;
 
 pub(crate) use log_probs::check_host_log_probs;
+pub(crate) use multinomial::DrawQuery;
+pub(crate) use next_token::{AllLogProbsQuery, NextTokenQuery};
 pub use next_token::{Constraints, NextToken, TokenRequest};
 pub use pruning::Pruned;
 pub use sampler::Sampler;

@@ -8,10 +8,10 @@ use crate::backend::ranking::{self, Ranked};
 use crate::error::{Error, Result};
 
 /// A query that draws a token id from each position's distribution.
-pub(super) struct DrawQuery<'a> {
-    pub(super) sampling: &'a Sampling,
+pub(crate) struct DrawQuery<'a> {
+    pub(crate) sampling: &'a Sampling,
     /// A random number from 0 to below 1 for each position.
-    pub(super) uniform: &'a [f64],
+    pub(crate) uniform: &'a [f64],
 }
 
 impl Visit for DrawQuery<'_> {

@@ -7,7 +7,6 @@ use rand::{Rng, SeedableRng};
 use super::log_probs::check_host_log_probs;
 use super::multinomial::{find_by_mass, DrawQuery};
 use super::sampling::Sampling;
-use crate::backend;
 use crate::error::{Error, OptionName, Result};
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_elements;
@@ -115,33 +114,6 @@ impl Sampler {
 }
 
 impl Mixture {
-    /// Draws one token id at each position.
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[..]`, u32
-    ///
-    /// # Errors
-    ///
-    /// If a distribution is NaN, infinite or impossible.
-    pub fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
-        let tempered;
-        let mut mixture = self;
-        if sampler.sampling.component_temperature != 1.0 {
-            tempered = self.with_component_temperature(sampler.sampling.component_temperature)?;
-            mixture = &tempered;
-        }
-        let component;
-        if sampler.sampling.ancestral {
-            component = mixture.draw_component(sampler)?;
-            mixture = &component;
-        }
-        let operands = mixture.operands();
-        let uniform = sampler.uniform(operands.sizes.positions);
-        let ids = backend::visit(operands, &DrawQuery { sampling: &sampler.sampling, uniform: &uniform })?;
-        transfer::to_device(ids, self.leading(), operands.contexts.device())
-    }
-
     /// Divides the logits of all components by `temperature`: their scale, and their softcap if there is one. The
     /// priors do not change.
     ///
@@ -158,8 +130,16 @@ impl Mixture {
         tempered.map_err(|_| Error::config("component_temperature", expected, temperature))
     }
 
+    /// Returns the mixture at the sampler's temperature of components.
+    pub(crate) fn tempered(&self, sampler: &Sampler) -> Result<Mixture> {
+        match sampler.sampling.component_temperature {
+            1.0 => Ok(self.clone()),
+            temperature => self.with_component_temperature(temperature),
+        }
+    }
+
     /// Draws one component at each position from its priors, and returns the mixture of these components alone.
-    fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
+    pub(crate) fn draw_component(&self, sampler: &mut Sampler) -> Result<Mixture> {
         match &self.operands().log_priors {
             Some(log_priors) => {
                 self.select_components(sampler.draw_components(log_priors, self.operands().contexts.dtype())?, 1, false)

@@ -1,11 +1,9 @@
 //! Ranks the most probable token ids of a distribution, with their log-probabilities.
 
-use candle_core::{DType, Device, Tensor, D};
+use candle_core::{DType, Device, Tensor};
 
-use crate::backend;
 use crate::backend::ranking::{Ranked, TopKQuery};
 use crate::error::{Error, Result};
-use crate::mixture::Mixture;
 use crate::tensors::transfer;
 
 /// The most probable token ids at each position, from [`OutputLayer::top_k`](crate::OutputLayer::top_k).
@@ -62,10 +60,16 @@ impl TopK {
     /// # }
     /// ```
     pub fn from_log_probs(log_probs: &Tensor, k: usize) -> Result<Self> {
+        Self::from_rounded(log_probs, log_probs.dtype(), k)
+    }
+
+    /// Ranks as [`TopK::from_log_probs`] does, log-probabilities that were rounded to the dtype `rounded` before they were
+    /// given in another one.
+    pub(crate) fn from_rounded(log_probs: &Tensor, rounded: DType, k: usize) -> Result<Self> {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
         Self::check_k(k, vocab)?;
-        let found = super::log_probs::visit(log_probs, log_probs.dtype(), &TopKQuery { k })?;
+        let found = super::log_probs::visit(log_probs, rounded, &TopKQuery { k })?;
         let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         Self::from_ranked(&found, &[leading, &[k]].concat(), dtype, log_probs.device())
     }
@@ -92,37 +96,5 @@ impl TopK {
         } else {
             Err(Error::config("k", format!("a number from 1 to vocab_size {vocab}"), k))
         }
-    }
-}
-
-impl Mixture {
-    /// Returns the `k` most probable token ids at each position; among equals the lowest id comes first.
-    ///
-    /// # Shapes
-    ///
-    /// - returns ids, u32, and log-probabilities, `[.., k]` each
-    ///
-    /// # Errors
-    ///
-    /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN, infinite or impossible.
-    pub fn top_k(&self, k: usize) -> Result<TopK> {
-        let operands = self.operands();
-        TopK::check_k(k, operands.sizes.vocab)?;
-        let (token_ids, log_probs) = backend::top_k(operands, k)?;
-        let shape = [self.leading(), &[k]].concat();
-        Ok(TopK { token_ids: token_ids.reshape(shape.as_slice())?, log_probs: log_probs.reshape(shape)? })
-    }
-
-    /// Returns the most probable token id at each position; among equals it is the lowest.
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[..]`, u32
-    ///
-    /// # Errors
-    ///
-    /// If a distribution is NaN, infinite or impossible: the error names its position.
-    pub fn argmax(&self) -> Result<Tensor> {
-        Ok(self.top_k(1)?.token_ids.squeeze(D::Minus1)?)
     }
 }

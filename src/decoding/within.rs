@@ -68,10 +68,7 @@ impl Mixture {
 
     /// Draws one of the allowed ids at each position. The sampler's options must not be ancestral.
     pub(crate) fn sample_within(&self, restriction: &Restriction, sampler: &mut Sampler) -> Result<Tensor> {
-        let mixture = match sampler.sampling().component_temperature {
-            1.0 => self.clone(),
-            temperature => self.with_component_temperature(temperature)?,
-        };
+        let mixture = self.tempered(sampler)?;
         let operands = mixture.operands();
         let uniform = sampler.uniform(operands.sizes.positions);
         let draw = DrawQuery { sampling: sampler.sampling(), uniform: &uniform };

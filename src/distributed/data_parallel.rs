@@ -13,7 +13,7 @@ use crate::backend::agreement::{agree, first_other, Agreed, Call};
 use crate::backend::collectives::{Collectives, Numbers};
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
-use crate::loss::{LossOptions, Request};
+use crate::loss::{LossOptions, OutputShape, Positions};
 
 /// Ranks with the same parameters and texts of their own, which compute the loss of all texts and its gradients.
 ///
@@ -93,9 +93,12 @@ impl DataParallel {
 
     /// Computes the denominator of this rank's mean.
     fn count(&self, targets: &Tensor, options: &LossOptions) -> Result<f64> {
-        let request = Request::new(targets.dims(), None, targets, targets, options)?;
-        let vocab = options.class_weights.as_ref().map_or(u32::MAX as usize, Tensor::elem_count);
-        Ok(request.read_weights(&request.read_ids(vocab)?)?.iter().sum())
+        options.validate()?;
+        let class_weights = options.class_weights.as_ref();
+        let vocab = class_weights.map_or(u32::MAX as usize, Tensor::elem_count);
+        let shape = OutputShape { leading: targets.dims(), vocab, like: targets };
+        let positions = Positions::new(shape, &options.positions, Some(targets), class_weights)?;
+        Ok(positions.read_weights(&positions.read_ids(vocab)?)?.iter().sum())
     }
 
     /// Computes the sums over all ranks of some numbers, such as [`Loss::sum_and_count`](crate::Loss::sum_and_count).

@@ -2,8 +2,7 @@
 //!
 //! Ranks exchange [`Numbers`] by [`Collectives`], which are an engine of your own or one of the two below, and a
 //! [`VocabShard`] is the part of the vocabulary that a rank has. With these alone,
-//! [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss) and its siblings compute the results of the
-//! whole vocabulary. The feature `distributed` adds the others:
+//! [`Mixture::vocab_parallel`](crate::Mixture::vocab_parallel) has the distributions over the whole vocabulary. The feature `distributed` adds the others:
 //!
 //! | | |
 //! |---|---|
@@ -23,6 +22,7 @@ mod mpi;
 mod nccl;
 #[cfg(feature = "distributed")]
 mod vocab_parallel;
+mod vocab_parallel_mixture;
 
 pub use crate::backend::collectives::{Collectives, Numbers};
 pub use crate::backend::shard::VocabShard;
@@ -36,3 +36,4 @@ pub use mpi::Mpi;
 pub use nccl::Nccl;
 #[cfg(feature = "distributed")]
 pub use vocab_parallel::VocabParallel;
+pub use vocab_parallel_mixture::VocabParallelMixture;

@@ -3,21 +3,18 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::agreement::Call;
+use super::vocab_parallel_mixture::VocabParallelMixture;
 use crate::backend::shard::VocabShard;
-use crate::decoding::{NextToken, TokenRequest, TopK};
-use crate::error::{Error, OptionName, Result};
-use crate::heads::{policy_loss_from_scores, MixtureLayer, OutputLayer};
-use crate::loss::{Loss, LossOptions, Reduction, Request};
+use crate::distributions::Distributions;
+use crate::error::{Error, Result};
+use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
+use crate::loss::{Loss, LossOptions, Request};
 use crate::mixture::Mixture;
-use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
-use crate::scores::{candidate_count, ScoreOptions, Scores};
-use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
 /// A head that is a [`MixtureLayer`] whose decoder's rows are cut among ranks: each rank has the rows of its
 /// [`VocabShard`], and the same projection. [`OutputLayer::loss`] is
-/// [`Mixture::vocab_parallel_loss`](crate::Mixture::vocab_parallel_loss): the loss of the whole vocabulary, the same on
+/// that of a [`VocabParallelMixture`]: the loss of the whole vocabulary, the same on
 /// every rank, as are the gradients of the hidden states and the projection; the decoder's gradient has the rank's own
 /// rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole vocabulary too, and so are `log_prob` of
 /// one id at each position and `policy_loss`. An entropy, a temperature and results that need the log-probabilities of
@@ -88,33 +85,12 @@ impl<H: MixtureLayer> VocabParallel<H> {
         &self.shard
     }
 
-    /// Computes the mixture of this rank. If it has an error, it tells the other ranks of the call.
-    fn mixture(&self, call: Call, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
-        match self.head.mixture(hidden, dropout) {
-            Err(error) => self.shard.agree(call, Err(error), &[]),
-            mixture => mixture,
+    /// Returns the distributions of this rank's mixture, or tells the other ranks of its error.
+    fn checked(&self, mixture: Result<Mixture>) -> Result<VocabParallelMixture> {
+        match mixture {
+            Ok(mixture) => Ok(mixture.vocab_parallel(&self.shard)),
+            Err(error) => Err(self.announce(error)),
         }
-    }
-}
-
-/// The name of the head in errors.
-const NAME: &str = "a vocabulary-parallel head";
-
-/// Checks that the options ask for no more than the log-probability of one id at each position, and whether it is the
-/// argmax.
-fn check_score_options(hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<()> {
-    options.validate()?;
-    let leading = leading(hidden)?;
-    candidate_count("token_ids", token_ids, leading)?;
-    let unsupported = [
-        (options.entropy, OptionName::Entropy),
-        (options.outside, OptionName::Outside),
-        (options.temperature != 1.0, OptionName::Temperature),
-        (token_ids.dims() != leading, OptionName::LogProbs),
-    ];
-    match unsupported.into_iter().find(|(is_used, _)| *is_used) {
-        Some((_, option)) => Err(Error::Unsupported { option, head: NAME }),
-        None => Ok(()),
     }
 }
 
@@ -129,62 +105,37 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        // Hidden states of ignored positions become zero, so that a NaN there reaches no gradient of the projection.
-        let masked = || Request::new(leading(hidden)?, None, hidden, targets, options)?.mask(hidden);
-        let mixture = match masked() {
-            Ok(hidden) => self.mixture(Call::Loss, &hidden, options.dropout),
-            Err(error) => self.shard.agree(Call::Loss, Err(error), &[]),
-        };
-        mixture?.vocab_parallel_loss(&self.shard, targets, options)
+        self.target_loss(hidden, targets, options)
     }
 
-    /// Computes the log-probability of one id at each position; entropy, mass outside and temperature are not
-    /// supported.
-    fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
-        let loss_options = LossOptions::new()
-            .with_reduction(Reduction::None)
-            .with_dropout(DropoutMasks::Off)
-            .with_correct(options.is_argmax);
-        let loss_options = LossOptions { workspace_bytes: options.workspace_bytes, ..loss_options };
-        let loss = match check_score_options(hidden, token_ids, options) {
-            Ok(()) => self.loss(hidden, token_ids, &loss_options),
-            // This tells the other ranks of the error.
-            Err(error) => self.shard.agree(Call::Loss, Err(error), &[]),
-        };
-        let loss = loss.map_err(|error| error.renamed("targets", "token_ids"))?;
-        // `neg` would make a minus zero.
-        let log_prob = loss.value.affine(-1.0, 0.0)?;
-        let leaves = loss.leaves().collect();
-        Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct, leaves })
+    /// Returns an error, because no rank has room for the log-probabilities of all ids.
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.distributions(hidden, None)?.log_probs()
     }
 
-    fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (terms, rows) = match PolicyTerms::from_hidden(hidden, batch, options) {
-            Ok(terms) => terms,
-            Err(error) => return self.shard.agree(Call::Loss, Err(error), &[]),
-        };
-        let scores = self.score(&rows, &terms.token_ids, &options.score_options());
-        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
+    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+        self.distributions(hidden, None)?.log_probs_as(dtype)
     }
 
-    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        self.mixture(Call::Decoding, hidden, DropoutMasks::Off)?.vocab_parallel_top_k(&self.shard, k)
+    fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
+        let rows = select_hidden(hidden, positions);
+        Ok(Box::new(self.checked(rows.and_then(|rows| self.head.mixture(&rows, DropoutMasks::Off)))?))
     }
 
-    fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
-        self.mixture(Call::Decoding, hidden, DropoutMasks::Off)?.vocab_parallel_next_tokens(&self.shard, requests)
+    fn announce(&self, error: Error) -> Error {
+        self.shard.announce(error)
     }
 
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
         Ok(Box::new(VocabParallel { head: self.head.frozen_mixture()?, shard: self.shard.clone() }))
     }
+}
 
-    /// Returns an error, because no rank has room for the log-probabilities of all ids.
-    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.log_probs_as(hidden, hidden.dtype())
-    }
-
-    fn log_probs_as(&self, _: &Tensor, _: DType) -> Result<Tensor> {
-        Err(Error::Unsupported { option: OptionName::LogProbs, head: NAME })
+impl<H: MixtureLayer> RequestLayer for VocabParallel<H> {
+    fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
+        // Hidden states of ignored positions become zero, so that a NaN there reaches no gradient of the projection.
+        let masked = request.positions.mask(hidden);
+        let mixture = masked.and_then(|hidden| self.head.mixture(&hidden, request.options.dropout));
+        self.checked(mixture)?.request_loss(request)
     }
 }

@@ -5,16 +5,14 @@ use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder};
 
 use super::mixture_layer::MixtureLayer;
-use super::output_layer::OutputLayer;
+use super::output_layer::{select_hidden, OutputLayer, RequestLayer};
 use super::projection::{Configured, Projection};
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
-use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
+use crate::decoding::Sampler;
+use crate::distributions::Distributions;
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, Request};
-use crate::mixture::{ChunkScores, ChunkTerms, DistillOptions, Distillation, Mixture, Teacher};
-use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
-use crate::scores::{ScoreOptions, Scores};
-use crate::tensors::checks::leading;
+use crate::mixture::Mixture;
 use crate::tensors::dropout::DropoutMasks;
 
 /// The output layer of a projection and a decoder:
@@ -229,49 +227,19 @@ impl<P: Projection> OutputLayer for Head<P> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.check_hidden(hidden)?;
-        let request = Request::new(leading(hidden)?, Some(self.vocab_size()), hidden, targets, options)?;
-        let is_masked = self.projection.has_parameters() || request.needs_mask();
-        let hidden = if is_masked { request.mask(hidden)? } else { hidden.clone() };
-        let (contexts, log_priors) = self.projection.forward(&hidden, options.dropout)?;
-        self.decoder.loss(&contexts, log_priors.as_ref(), &request)
+        self.target_loss(hidden, targets, options)
     }
 
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.mixture(hidden, DropoutMasks::Off)?.log_probs()
-    }
-
-    fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (terms, rows) = PolicyTerms::from_hidden(hidden, batch, options)?;
-        let mixture = self.mixture(&rows, DropoutMasks::Off)?;
-        let (token_ids, counted) = (terms.token_ids.clone(), terms.positions.clone());
-        let loss = mixture.score_loss(
-            &token_ids,
-            &options.score_options(),
-            move |ChunkScores { positions, log_prob, entropy, .. }| {
-                let (values, derivatives) = terms.chunk_loss(positions, &Tensor::stack(&[log_prob, entropy], 1)?)?;
-                let column = |i| derivatives.narrow(1, i, 1)?.squeeze(1);
-                Ok(ChunkTerms::new(values, column(0)?).with_by_entropy(column(1)?))
-            },
-        );
-        loss.map_err(|error| error.with_position_from(&counted))
-    }
-
-    fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-        let (distillation, rows) = Distillation::from_hidden(hidden, self.vocab_size(), teacher, options)?;
-        self.mixture(&rows, DropoutMasks::Off)?.distill_prepared(distillation)
-    }
-
-    fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
-        self.mixture(hidden, DropoutMasks::Off)?.score(token_ids, options)
+        self.log_probs_as(hidden, hidden.dtype())
     }
 
     fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
         self.mixture(hidden, DropoutMasks::Off)?.log_probs_as(dtype)
     }
 
-    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        self.mixture(hidden, DropoutMasks::Off)?.top_k(k)
+    fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
+        Ok(Box::new(self.mixture(&select_hidden(hidden, positions)?, DropoutMasks::Off)?))
     }
 
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
@@ -284,12 +252,18 @@ impl<P: Projection> OutputLayer for Head<P> {
         self.mixture(hidden, DropoutMasks::Off)?.sample(sampler)
     }
 
-    fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
-        self.mixture(hidden, DropoutMasks::Off)?.next_tokens(requests)
-    }
-
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
         Ok(self.frozen_mixture()?)
+    }
+}
+
+impl<P: Projection> RequestLayer for Head<P> {
+    fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
+        self.check_hidden(hidden)?;
+        let is_masked = self.projection.has_parameters() || request.needs_mask();
+        let hidden = if is_masked { request.positions.mask(hidden)? } else { hidden.clone() };
+        let (contexts, log_priors) = self.projection.forward(&hidden, request.options.dropout)?;
+        self.decoder.loss(&contexts, log_priors.as_ref(), request)
     }
 }
 

@@ -21,6 +21,6 @@ pub use head::Head;
 pub use identity::{Identity, SoftmaxConfig, SoftmaxHead};
 pub use mixed_contexts::{MixedContexts, MixtureOfContexts};
 pub use mixture_layer::MixtureLayer;
-pub(crate) use output_layer::policy_loss_from_scores;
 pub use output_layer::OutputLayer;
+pub(crate) use output_layer::{select_hidden, RequestLayer};
 pub use projection::{Configured, Projection};

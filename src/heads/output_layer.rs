@@ -6,13 +6,15 @@ use std::fmt::Debug;
 use candle_core::{DType, Tensor, D};
 
 use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
-use crate::error::Result;
-use crate::loss::{Loss, LossOptions, Reduction};
+use crate::distributions::{self, Distributions, GivenLogProbs};
+use crate::error::{Error, Result};
+use crate::loss::{Loss, LossOptions, OutputShape, Reduction, Request};
 use crate::mixture::{DistillOptions, Distillation, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
+use crate::tensors::transfer::select_positions;
 
 /// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
 ///
@@ -198,8 +200,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// The errors that [`OutputLayer::loss`] has for targets, or if an option is out of range.
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         candidate_count("token_ids", token_ids, leading(hidden)?)?;
-        let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        Scores::from_rounded(&self.log_probs_as(hidden, dtype)?, hidden.dtype(), token_ids, options)
+        self.distributions(hidden, None)?.score(token_ids, options)
     }
 
     /// Computes the loss of a policy gradient over sampled tokens, that of PPO and GRPO: see [`PolicyOptions`]. Heads
@@ -245,9 +246,9 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// - GRPO: Shao et al.: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models. 2024,
     ///   arXiv 2402.03300.
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-        let (terms, rows) = PolicyTerms::from_hidden(hidden, batch, options)?;
-        let scores = self.score(&rows, &terms.token_ids, &options.score_options());
-        policy_loss_from_scores(&terms, scores.map_err(|error| error.with_position_from(&terms.positions))?)
+        let terms = leading(hidden).and_then(|leading| PolicyTerms::new(leading, hidden, batch, options));
+        let terms = terms.map_err(|error| self.announce(error))?;
+        distributions::policy_loss(&*self.distributions(hidden, Some(terms.positions()))?, terms)
     }
 
     /// Computes the divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its
@@ -289,8 +290,9 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # }
     /// ```
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-        let (distillation, rows) = Distillation::from_hidden(hidden, self.vocab_size(), teacher, options)?;
-        distillation.composed_loss(|| self.log_probs(&rows), |ids, options| self.score(&rows, ids, options))
+        let student = OutputShape { leading: leading(hidden)?, vocab: self.vocab_size(), like: hidden };
+        let distillation = Distillation::new(student, teacher, options)?;
+        distributions::distill(&*self.distributions(hidden, Some(distillation.positions()))?, &distillation)
     }
 
     /// Computes the log-probability of given token ids after hidden states `[.., hidden]`. Differentiable.
@@ -329,7 +331,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// If the hidden states do not match the head, `k` is not between 1 and the size of the vocabulary, or a
     /// distribution is NaN, infinite or impossible.
     fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        TopK::from_log_probs(&self.log_probs(hidden)?, k)
+        self.distributions(hidden, None)?.top_k(k)
     }
 
     /// Finds the most probable token id, `[..]` (u32), after hidden states `[.., hidden]`: the lowest one, if several
@@ -360,8 +362,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// If the hidden states do not match the head, a distribution is NaN, infinite or impossible, or the options of the
     /// sampler need components that the head does not have.
     fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-        sampler.reject_components(type_name::<Self>())?;
-        sampler.sample(&self.log_probs(hidden)?)
+        self.distributions(hidden, None)?.sample(sampler)
     }
 
     /// Chooses the next token id after each of the hidden states `[.., hidden]`, as the position's request says, with
@@ -382,8 +383,33 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// [`Error::Distribution`](crate::Error::Distribution) if a distribution is NaN or infinite, and
     /// [`Error::Impossible`](crate::Error::Impossible) if it has no possible id. No request is answered after an error.
     fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+        self.distributions(hidden, None)?.next_tokens(requests)
+    }
+
+    /// Returns the distributions after hidden states, without dropout: the results of all other methods but the loss are
+    /// asked of them. By default they are the log-probabilities of [`OutputLayer::log_probs_as`], from which every result
+    /// is composed. A head that is built on another one, whose cheaper ways it wants to have, overrides this method.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`
+    /// - positions: the places of the positions to compute, in the flattened leading dimensions and in ascending order;
+    ///   they become the leading dimension, `[n]`. `None` computes all
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`OutputLayer::log_probs`].
+    fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
+        let hidden = select_hidden(hidden, positions)?;
         let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        NextToken::from_rounded(&self.log_probs_as(hidden, dtype)?, hidden.dtype(), requests)
+        let log_probs = self.log_probs_as(&hidden, dtype)?;
+        Ok(Box::new(GivenLogProbs::new(log_probs, hidden, type_name::<Self>())?))
+    }
+
+    /// Returns an error that is found before a result is asked for. Ranks that share a vocabulary tell each other.
+    #[doc(hidden)]
+    fn announce(&self, error: Error) -> Error {
+        error
     }
 
     /// Returns the head as a constant, for evaluation and decoding, or to train only the layers before it: hidden
@@ -426,19 +452,26 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 }
 
-/// Computes the policy loss of tokens that have these scores.
-pub(crate) fn policy_loss_from_scores(terms: &PolicyTerms, scores: Scores) -> Result<Loss> {
-    let entropy = match scores.entropy {
-        Some(entropy) => entropy,
-        None => scores.log_prob.zeros_like()?,
-    };
-    let nll = scores.log_prob.affine(-1.0, 0.0)?;
-    let columns = Tensor::stack(&[scores.log_prob, entropy], 1)?;
-    let (values, derivatives) = terms.chunk_loss(0..columns.dim(0)?, &columns.detach())?;
-    let sum = values.sum_all()?;
-    // The value is `sum`. The linear function, which is subtracted again, gives it its gradient.
-    let linear = (columns * derivatives)?.sum_all()?;
-    let value = (&linear + (&sum - linear.detach())?)?;
-    let count = Tensor::new(values.dim(0)? as f64, values.device())?.to_dtype(values.dtype())?;
-    Ok(Loss { other_decoders: scores.leaves, ..Loss::new(value, sum, count, nll) })
+/// Returns the rows of hidden states `[.., hidden]` at these positions, `[n, hidden]`, or all hidden states as they are.
+pub(crate) fn select_hidden(hidden: &Tensor, positions: Option<&[u32]>) -> Result<Tensor> {
+    leading(hidden)?;
+    match positions {
+        Some(positions) => select_positions(hidden, positions),
+        None => Ok(hidden.clone()),
+    }
+}
+
+/// A head of this crate, whose loss is that of a request.
+pub(crate) trait RequestLayer: OutputLayer {
+    /// Computes the loss of a request at the positions of these hidden states. What is at ignored positions must not reach
+    /// a gradient.
+    fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss>;
+
+    /// Makes the request for a loss, once, and computes the loss.
+    fn target_loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        let request = leading(hidden).and_then(|leading| {
+            Request::new(OutputShape { leading, vocab: self.vocab_size(), like: hidden }, targets, options)
+        });
+        self.request_loss(hidden, &request.map_err(|error| self.announce(error))?)
+    }
 }

@@ -8,7 +8,8 @@ use super::mixture_layer::MixtureLayer;
 use super::output_layer::OutputLayer;
 use crate::backend::plan::Plan;
 use crate::decoding::{NextToken, Pruned, Sampler, TokenRequest, TopK};
-use crate::error::Result;
+use crate::distributions::Distributions;
+use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::{DistillOptions, Mixture, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions};
@@ -58,6 +59,12 @@ macro_rules! delegate_to_pointee {
             }
             fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
                 (**self).next_tokens(hidden, requests)
+            }
+            fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
+                (**self).distributions(hidden, positions)
+            }
+            fn announce(&self, error: Error) -> Error {
+                (**self).announce(error)
             }
             fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
                 (**self).frozen()

@@ -3,17 +3,24 @@
 //! Targets and [`LossOptions`] become a [`Request`], which is checked once; a head computes from it a [`Loss`].
 //! [`Negatives`] are the sample of the vocabulary that a sampled loss looks at.
 
+mod counted;
 mod gradient_sum;
 mod missing_gradients;
 mod negatives;
 mod options;
+mod position_options;
+mod positions;
 mod request;
 mod results;
 
 pub use crate::backend::operands::Precision;
+pub(crate) use counted::CountedPositions;
 pub use gradient_sum::GradientSum;
 pub use negatives::{Negatives, NoiseDistribution};
-pub use options::{LossOptions, Reduction, SampledLoss};
+pub use options::{LossOptions, SampledLoss};
+pub use position_options::{PositionOptions, Reduction};
+pub(crate) use positions::OutputShape;
+pub(crate) use positions::Positions;
 pub(crate) use request::Request;
 pub(crate) use results::UncheckedTargets;
 pub use results::{DecoderRows, Loss};

@@ -4,45 +4,12 @@ use candle_core::Tensor;
 
 use super::gradient_sum::GradientSum;
 use super::negatives::Negatives;
+use super::position_options::{PositionOptions, Reduction};
 use crate::backend::objective::LossTerms;
 use crate::backend::operands::Precision;
 use crate::error::{Error, OptionName, Result};
 use crate::tensors::checks::check_number;
 use crate::tensors::dropout::DropoutMasks;
-
-/// The reduction of the losses of the positions to one value.
-///
-/// # Examples
-///
-/// ```
-/// use candle_core::{DType, Device, Tensor};
-/// use mos_head::{LossOptions, OutputLayer, Reduction, SoftmaxHead};
-///
-/// # fn main() -> mos_head::Result<()> {
-/// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
-/// let hidden = Tensor::zeros((2, 3, 8), DType::F32, &Device::Cpu)?; // [batch, seq, hidden]
-/// let targets = Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?; // [batch, seq]
-/// let loss = head.loss(&hidden, &targets, &LossOptions::new().with_reduction(Reduction::None))?;
-/// assert_eq!(loss.value.dims(), [2, 3]); // each is the logarithm of 100
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Reduction {
-    /// The weighted mean: the sum divided by [`Loss::count`](crate::Loss::count). Zero if the weights sum to zero.
-    ///
-    /// Do not use it with weights of both signs, such as advantages: their sum may be close to zero, or negative, which
-    /// makes value and gradients huge, or flips their sign. Use [`Reduction::Sum`] and divide by the number of
-    /// positions.
-    #[default]
-    Mean,
-    /// The weighted sum.
-    Sum,
-    /// One loss per position. The gradients are computed in the backward pass, when the upstream gradient is known, so
-    /// that the logits are computed twice. To weight positions, [`LossOptions::with_position_weights`] is cheaper.
-    None,
-}
 
 /// Options of a loss. The default is a training step: the mean over the positions, with gradients and dropout.
 ///
@@ -83,16 +50,10 @@ pub struct LossOptions {
     /// The dropout of the head. The default is [`DropoutMasks::Random`] for a training step and [`DropoutMasks::Off`]
     /// for an evaluation.
     pub dropout: DropoutMasks,
-    /// The reduction. The default is the mean.
-    pub reduction: Reduction,
-    /// The denominator of the mean, in place of [`Loss::count`](crate::Loss::count). The default is none.
-    pub denominator: Option<f64>,
+    /// Which positions count, with which weights and denominator. The default is the mean over all positions.
+    pub positions: PositionOptions,
     /// The gradients of earlier losses, to which the decoder's are added. The default is none.
     pub gradient_sum: Option<GradientSum>,
-    /// The ignored target. The default is none.
-    pub ignore_index: Option<i64>,
-    /// The weights of the positions, of the targets' shape. The default is one for each.
-    pub position_weights: Option<Tensor>,
     /// The weights of the token ids, `[vocab]`. The default is one for each.
     pub class_weights: Option<Tensor>,
     /// The fraction of each target's mass that is spread over the vocabulary. The default is 0.
@@ -148,11 +109,8 @@ impl LossOptions {
         LossOptions {
             train: true,
             dropout: DropoutMasks::Random,
-            reduction: Reduction::Mean,
-            denominator: None,
+            positions: PositionOptions::default(),
             gradient_sum: None,
-            ignore_index: None,
-            position_weights: None,
             class_weights: None,
             label_smoothing: 0.0,
             z_loss: 0.0,
@@ -179,14 +137,14 @@ impl LossOptions {
 
     /// Sets the reduction. The default is the mean.
     pub fn with_reduction(self, reduction: Reduction) -> Self {
-        LossOptions { reduction, ..self }
+        LossOptions { positions: PositionOptions { reduction, ..self.positions }, ..self }
     }
 
     /// Divides the sum by this number in place of [`Loss::count`](crate::Loss::count), with [`Reduction::Mean`]. If
     /// several batches share one optimizer step, it is the number of targets of all of them (or the sum of their
     /// weights). It must be above 0.
     pub fn with_denominator(self, denominator: f64) -> Self {
-        LossOptions { denominator: Some(denominator), ..self }
+        LossOptions { positions: PositionOptions { denominator: Some(denominator), ..self.positions }, ..self }
     }
 
     /// Adds the gradient of the decoder, the largest, to the one in `sum` while it is computed, so that several batches
@@ -199,7 +157,7 @@ impl LossOptions {
     /// The index need not be in the vocabulary. (A weight of zero removes a position from the loss, but not a NaN from
     /// the gradient of a projection.)
     pub fn with_ignore_index(self, index: i64) -> Self {
-        LossOptions { ignore_index: Some(index), ..self }
+        LossOptions { positions: PositionOptions { ignore_index: Some(index), ..self.positions }, ..self }
     }
 
     /// Multiplies the loss of each position by a weight: a tensor of the targets' shape. The weights get no gradient.
@@ -208,7 +166,7 @@ impl LossOptions {
     ///
     /// - weights: `[..]`, the shape of the targets; a float type
     pub fn with_position_weights(self, weights: Tensor) -> Self {
-        LossOptions { position_weights: Some(weights), ..self }
+        LossOptions { positions: PositionOptions { position_weights: Some(weights), ..self.positions }, ..self }
     }
 
     /// Multiplies the log-probability of each token id by a weight: a tensor `[vocab]`. The weights get no gradient.
@@ -393,12 +351,6 @@ impl LossOptions {
         let is_share = (0.0..1.0).contains(&label_smoothing);
         check_number(is_share, "label_smoothing", "at least 0 and below 1", label_smoothing)?;
         check_number(z_loss >= 0.0 && z_loss.is_finite(), "z_loss", "a finite number, at least 0", z_loss)?;
-        if let Some(denominator) = self.denominator {
-            check_number(denominator > 0.0 && denominator.is_finite(), "denominator", "finite, above 0", denominator)?;
-            if self.reduction != Reduction::Mean {
-                return Err(Error::config("denominator", "the reduction to a mean", format!("{:?}", self.reduction)));
-            }
-        }
-        Ok(())
+        self.positions.validate()
     }
 }

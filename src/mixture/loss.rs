@@ -7,6 +7,7 @@ use super::sample::Sample;
 use super::sampled_softmax;
 use super::{shard_loss, Mixture};
 use crate::backend;
+use crate::backend::contract::{Gradients, LossResults};
 use crate::backend::objective::{GradScale, Objective, TargetLoss};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
@@ -17,43 +18,12 @@ use crate::tensors::autograd::variable_ids;
 use crate::tensors::id_lists::matrix_rows;
 
 impl Mixture {
-    /// Computes the loss of the targets and, in the same three matrix products, the gradients of contexts, priors,
-    /// weight and bias as far as they depend on a variable. The logits of one chunk of positions are held at a time:
-    /// see [`Plan`].
-    ///
-    /// # Shapes
-    ///
-    /// - targets: `[..]`, the leading dimensions of the contexts; u8, u32 or i64
-    ///
-    /// # Errors
-    ///
-    /// If the shape or dtype of the targets is wrong, a target is not in the vocabulary, or an option is out of range.
-    /// On a GPU a target that is not in the vocabulary makes its loss NaN instead, because reading it would wait for
-    /// the device; [`Loss::sum_and_count`] waits and names the target.
-    ///
-    /// # Numerics
-    ///
-    /// The loss is computed in f32 (f64 for f64) for every dtype, in log space, without a floor under the
-    /// probabilities. On CUDA the gradient of the logits is rounded to the dtype of the contexts, as an operand of the
-    /// products. A target of probability zero has an infinite loss and, for K > 1, NaN gradients. With label smoothing,
-    /// ids of probability zero make the loss infinite and are skipped in the gradient. If a logit of a position is NaN
-    /// or plus infinity, or all are minus infinity, the loss of this position and all gradients are NaN; the losses of
-    /// other positions are not affected. If the priors of a position sum to more than one, a target may have a
-    /// probability above one: its negative log-likelihood is then reported as zero, while the gradient remains the
-    /// formula's. On the CPU, gradients of logits below 1e-30 (f64: 1e-290) are flushed to zero: products with
-    /// subnormal numbers are up to 20 times slower on some processors.
-    pub fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let Operands { contexts, sizes, .. } = &self.operands;
-        let request = Request::new(&self.leading, Some(sizes.vocab), contexts, targets, options)?;
-        self.masked(&request)?.loss_from_request(&request)
-    }
-
     /// Sets the contexts of ignored positions to zero if [`Request::needs_mask`] says so.
-    pub(super) fn masked(&self, request: &Request) -> Result<Mixture> {
+    pub(crate) fn masked(&self, request: &Request) -> Result<Mixture> {
         let Operands { contexts, sizes: Sizes { components, context_dim, .. }, .. } = &self.operands;
         let contexts = if request.needs_mask() {
             let unflattened = contexts.reshape([&self.leading[..], &[*components, *context_dim]].concat())?;
-            request.mask(&unflattened)?.reshape(contexts.shape())?
+            request.positions.mask(&unflattened)?.reshape(contexts.shape())?
         } else {
             contexts.clone()
         };
@@ -69,7 +39,7 @@ impl Mixture {
         let loss = self.exact_loss(request)?;
         let unchecked = (!request.targets.device().is_cpu()).then(|| UncheckedTargets {
             targets: request.targets.clone(),
-            ignore_index: request.options.ignore_index,
+            ignore_index: request.options.positions.ignore_index,
             vocab_size: self.operands.sizes.vocab,
         });
         Ok(Loss { unchecked, ..loss })
@@ -87,7 +57,7 @@ impl Mixture {
         let operands = Operands { precision: self.loss_precision(options), ..self.operands.clone() };
         let needs_grad = if options.train { needs_grad(&operands) } else { NeedsGrad::default() };
         // If there is no reduction, the upstream gradient is known only in the backward pass.
-        let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
+        let now = if options.positions.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
         // The backward pass must fit the budget too: a budget that is too small for it is an error before any work.
         let plan = |needs_grad| {
             let plan = backend::plan(&operands, Task::for_targets(&objective, needs_grad), options.workspace_bytes);
@@ -105,22 +75,29 @@ impl Mixture {
         let results = backend::loss(&operands, &Objective::Targets(with_sum), now, &plan)?;
 
         let objectives = || Ok(results.objective.reshape(self.leading.as_slice())?);
-        let value = request.value(&results.sum, &results.count, objectives)?;
+        let value = request.positions.value(&results.sum, &results.count, objectives)?;
         let value = if needs_grad.any() {
             let known = now.any().then_some(KnownGradients { gradients: results.gradients, is_sum });
-            node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
-                let mut objective = objective.clone();
-                // Ranks that count correct positions compute in two passes, as their plan says.
-                objective.terms.needs_correct &= objective.shard.is_some();
-                if let Some(shard) = &objective.shard {
-                    shard_loss::agree_on_backward(shard, upstream.as_ref())?;
-                }
-                if let Some(upstream) = upstream {
-                    objective.scale = GradScale::Upstream(upstream);
-                }
-                let objective = Objective::Targets(objective);
-                Ok(backend::loss(operands, &objective, needs_grad, &gradient_plan)?.gradients)
-            })?
+            node::attach_loss(
+                value,
+                operands,
+                needs_grad,
+                options.positions.reduction,
+                known,
+                move |operands, upstream| {
+                    let mut objective = objective.clone();
+                    // Ranks that count correct positions compute in two passes, as their plan says.
+                    objective.terms.needs_correct &= objective.shard.is_some();
+                    if let Some(shard) = &objective.shard {
+                        shard_loss::agree_on_backward(shard, upstream.as_ref())?;
+                    }
+                    if let Some(upstream) = upstream {
+                        objective.scale = GradScale::Upstream(upstream);
+                    }
+                    let objective = Objective::Targets(objective);
+                    Ok(backend::loss(operands, &objective, needs_grad, &gradient_plan)?.gradients)
+                },
+            )?
         } else {
             value
         };
@@ -144,7 +121,7 @@ impl Mixture {
         if request.options.decoder_rows && self.operands.adapter.is_some() {
             return Err(Error::Unsupported { option: OptionName::DecoderRows, head: "a decoder with an adapter" });
         }
-        if request.positions() == 0 {
+        if request.targets.elem_count() == 0 {
             return self.exact_loss(request);
         }
         let (SampledLoss::Softmax(negatives) | SampledLoss::Nce(negatives)) = sampled;
@@ -186,7 +163,7 @@ impl Mixture {
         }
     }
 
-    /// Returns how [`Mixture::loss`] would split the work with these options.
+    /// Returns how [`Distributions::loss`](crate::Distributions::loss) would split the work with these options.
     ///
     /// # Errors
     ///
@@ -220,5 +197,25 @@ impl Mixture {
             task.has_own_targets = true;
         }
         backend::plan(&operands, task, options.workspace_bytes)
+    }
+
+    /// Makes the loss whose value is the sum of these results. The first backward pass takes their gradients; a second
+    /// one calls `compute`, which computes them again.
+    pub(crate) fn loss_from_results(
+        &self,
+        results: LossResults,
+        needs_grad: NeedsGrad,
+        compute: impl Fn(&Operands) -> Result<Gradients> + Send + Sync + 'static,
+    ) -> Result<Loss> {
+        let operands = self.operands.clone();
+        let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
+        let value = if needs_grad.any() {
+            let known = Some(KnownGradients { gradients: results.gradients, is_sum: false });
+            node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| compute(operands))?
+        } else {
+            value
+        };
+        let nll = results.nll.reshape(self.leading.as_slice())?;
+        Ok(Loss { decoder, ..Loss::new(value, results.sum, results.count, nll) })
     }
 }

@@ -5,35 +5,23 @@
 //! log P(v) = logsumexp_k ( log pi_k + z_kv - logsumexp_u z_ku ),    z_k = W c_k + b    (Yang et al., 2018, equation 3)
 //! ```
 
-mod chunk_terms;
 mod distill;
-mod linear_cross_entropy;
-mod log_prob_loss;
 mod logits;
 mod loss;
-mod node;
+pub(crate) mod node;
 mod sample;
 mod sampled_softmax;
-mod score;
-mod score_loss;
 mod shard_loss;
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
-use crate::backend;
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
-use crate::backend::task::Task;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
-use crate::tensors::checks::{
-    check_alike, check_device, check_elements, check_logits, check_product, check_sizes, check_vocab,
-};
+use crate::tensors::checks::{check_alike, check_device, check_elements, check_logits, check_sizes, check_vocab};
 use crate::tensors::transfer;
-pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
-pub(crate) use distill::Distillation;
+pub(crate) use distill::{DistillLoss, Distillation};
 pub use distill::{DistillOptions, MissingIds, Teacher};
-pub use linear_cross_entropy::linear_cross_entropy;
-use node::needs_grad;
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -50,7 +38,7 @@ use node::needs_grad;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use mos_head::{LossOptions, Mixture};
+/// use mos_head::{Distributions, LossOptions, Mixture};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let cpu = &Device::Cpu;
@@ -190,7 +178,7 @@ impl Mixture {
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
-    /// use mos_head::{DropoutMasks, MixtureLayer, Precision, SoftmaxHead};
+    /// use mos_head::{Distributions, DropoutMasks, MixtureLayer, Precision, SoftmaxHead};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?;
@@ -274,45 +262,6 @@ impl Mixture {
         }
     }
 
-    /// Computes log-probabilities `[.., vocab]` in the dtype of the contexts. They are differentiable.
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[.., vocab]`
-    ///
-    /// # Errors
-    ///
-    /// If there are no kernels for the device.
-    pub fn log_probs(&self) -> Result<Tensor> {
-        self.log_probs_as(self.operands.contexts.dtype())
-    }
-
-    /// Computes log-probabilities `[.., vocab]` in another dtype: those of a half-precision mixture are not rounded if
-    /// it is f32. They are differentiable.
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[.., vocab]`
-    ///
-    /// # Errors
-    ///
-    /// If there are no kernels for the device, the dtype is none of f16, bf16, f32 and f64, or the result would have
-    /// more than 2^40 elements.
-    pub fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
-        let operands = &self.operands;
-        accumulation_dtype("dtype", dtype)?;
-        check_product("positions * vocab", &[operands.sizes.positions, operands.sizes.vocab])?;
-        let own = operands.contexts.dtype();
-        let computed = if dtype == own { own } else { accumulation_dtype("contexts", own)? };
-        let needs_grad = needs_grad(operands);
-        let plan = backend::plan(operands, Task::for_log_probs(needs_grad), None)?;
-        let mut log_probs = backend::log_probs(operands, computed, &plan)?;
-        if needs_grad.any() {
-            log_probs = node::attach_log_probs(log_probs, operands.clone(), needs_grad, plan)?;
-        }
-        Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
-    }
-
     /// Returns the mixture as a constant.
     pub(crate) fn detach(&self) -> Self {
         let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
@@ -339,7 +288,7 @@ impl Mixture {
 
     /// Selects `n` of the positions, which are given in ascending order. The leading dimensions of the result are
     /// `[n]`. If all positions are selected, the contexts are not copied.
-    pub(crate) fn select(&self, positions: &[u32]) -> Result<Self> {
+    pub(crate) fn with_positions(&self, positions: &[u32]) -> Result<Self> {
         let operands = &self.operands;
         if positions.len() == operands.sizes.positions {
             return Ok(Mixture { leading: vec![positions.len()], operands: operands.clone() });

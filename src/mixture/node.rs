@@ -18,16 +18,16 @@ use crate::tensors::autograd::{attach, is_root};
 use crate::tensors::checks::check_number;
 
 /// The gradients of a value, if they are known before the backward pass.
-pub(super) struct KnownGradients {
-    pub(super) gradients: Gradients,
+pub(crate) struct KnownGradients {
+    pub(crate) gradients: Gradients,
     /// Whether the weight's gradient contains the gradients of earlier losses.
-    pub(super) is_sum: bool,
+    pub(crate) is_sum: bool,
 }
 
 /// Makes the `value` of a loss a node whose operands are the mixture's. `known` are the gradients of the value, if they
 /// are known already: the first backward pass takes them, and a second one calls `compute`, which computes them again.
 /// If there is no reduction, `compute` gets the upstream gradient of each position.
-pub(super) fn attach_loss(
+pub(crate) fn attach_loss(
     value: Tensor,
     operands: Operands,
     needs_grad: NeedsGrad,
@@ -65,7 +65,7 @@ pub(super) fn attach_loss(
 }
 
 /// Makes `log_probs` a node whose operands are the mixture's.
-pub(super) fn attach_log_probs(
+pub(crate) fn attach_log_probs(
     log_probs: Tensor,
     operands: Operands,
     needs_grad: NeedsGrad,
@@ -79,7 +79,7 @@ pub(super) fn attach_log_probs(
 }
 
 /// Makes `scores`, `[positions, n + 2]`, a node whose operands are the mixture's.
-pub(super) fn attach_scores(
+pub(crate) fn attach_scores(
     scores: Tensor,
     operands: Operands,
     scored: Scored,
@@ -177,7 +177,7 @@ impl Gradients {
 }
 
 /// Returns which operands need a gradient: those that depend on a variable.
-pub(super) fn needs_grad(operands: &Operands) -> NeedsGrad {
+pub(crate) fn needs_grad(operands: &Operands) -> NeedsGrad {
     let is_tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
     NeedsGrad {
         contexts: operands.contexts.track_op(),

@@ -43,7 +43,7 @@ impl Sample {
             let expected = format!("{vocab}, the size of the vocabulary");
             return Err(Error::config("vocab_size of the negatives", expected, negatives.noise().vocab_size()));
         }
-        let targets = request.read_ids(vocab)?;
+        let targets = request.positions.read_ids(vocab)?;
         check_possible(&targets, negatives)?;
         let negative_ids = negatives.token_ids();
         let mut others: Vec<usize> = targets.iter().flatten().copied().collect();

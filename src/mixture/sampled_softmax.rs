@@ -43,10 +43,14 @@ pub(super) fn operands_and_loss(sample: &Sample, request: &Request) -> Result<(O
         targets: Tensor::from_vec(rows, target_rows.len(), operands.weight.device())?,
         ignore_index: Some(IGNORED),
         // These contain the class weights, because the targets are not token ids here.
-        position_weights: if request.is_weighted() { Some(numbers(request.read_weights(targets)?)?) } else { None },
+        position_weights: if request.positions.is_weighted() {
+            Some(numbers(request.positions.read_weights(targets)?)?)
+        } else {
+            None
+        },
         class_weights: None,
         terms: Default::default(),
-        scale: request.gradient_scale(),
+        scale: request.positions.gradient_scale(),
         so_far: None,
         shard: None,
         own_shifts: Some(numbers(own_shifts)?),

@@ -11,54 +11,25 @@ use crate::backend::objective::TargetLoss;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Sizes};
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, OptionName, Result};
-use crate::loss::{Loss, LossOptions, Request};
+use crate::loss::{Loss, LossOptions, PositionOptions, Request};
 
 impl Mixture {
     /// Computes the loss over the whole vocabulary, of which the decoder of this mixture has the rows of one rank's
-    /// `shard`, and the gradients of contexts, log-priors and these rows. Every rank calls it with the same contexts,
-    /// log-priors, targets and options, and gets the same loss and the same gradients of contexts and log-priors. (All
-    /// ranks also take part in the backward pass of a loss without reduction, and in a second backward pass, with the
-    /// same upstream gradient.)
-    ///
-    /// The ranks exchange two numbers for each row, `2 K` for each position, after which every rank has the
-    /// log-sum-exps of the whole vocabulary and the targets' logits. For label smoothing and correct predictions they
-    /// add up `K + 2` more numbers for each position, and for the contexts' gradient `K d`:
-    ///
-    /// ```text
-    /// lse_k = log sum_p exp lse_k^(p),     dL/dc_k = sum_p W^(p)T dL/dz_k^(p)
-    /// ```
-    ///
-    /// # Shapes
-    ///
-    /// - targets: `[..]`, the leading dimensions of the contexts; u8, u32 or i64, ids of the whole vocabulary
-    ///
-    /// # Errors
-    ///
-    /// The errors are those of [`Mixture::loss`], on every rank. [`Error::Ranks`] if another rank has an error of its
-    /// own, makes another call, or has other targets, other options, another number of positions, components or
-    /// columns, or other contexts (most differences of dropout masks are noticed). [`Error::Unsupported`] for a loss
-    /// over a sample of the vocabulary, and on a GPU for label smoothing and correct predictions.
-    ///
-    /// # Devices
-    ///
-    /// On a GPU the log-sum-exps and the targets' logits of each chunk pass through the host, which waits for the
-    /// device; the contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is
-    /// not in the vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
-    ///
-    /// [`Collectives::all_reduce_sum_tensor`]: crate::distributed::Collectives::all_reduce_sum_tensor
-    pub fn vocab_parallel_loss(&self, shard: &VocabShard, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let checked = self.check_arguments(shard, targets, options);
+    /// `shard`, from a request over the whole vocabulary. Every rank calls it.
+    pub(crate) fn shard_loss(&self, shard: &VocabShard, request: &Request) -> Result<Loss> {
+        let checked = self.check_shard_request(shard, request);
+        let options = request.options;
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let numbers = [
-            Agreed::hashed("targets", |state| checked.iter().for_each(|(_, ids)| ids.hash(state))),
+            Agreed::hashed("targets", |state| checked.iter().for_each(|ids| ids.hash(state))),
             Agreed::hashed("options", |state| hash_options(options, state)),
             Agreed::equal("whether the contexts need a gradient", f64::from(u8::from(needs_grad.contexts))),
             Agreed::equal("whether anything needs a gradient", f64::from(u8::from(needs_grad.any()))),
         ];
-        let (request, _) = self.agree(shard, Call::Loss, checked, &numbers)?;
+        self.agree(shard, Call::Loss, checked, &numbers)?;
         let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
         let objective = TargetLoss { shard: Some(shard.clone()), ..request.target_loss(dtype)? };
-        self.masked(&request)?.fused_loss(objective, &request)
+        self.masked(request)?.fused_loss(objective, request)
     }
 
     /// Returns what this rank's check has found, if the mixtures of all ranks and these numbers agree.
@@ -85,23 +56,15 @@ impl Mixture {
         Ok(())
     }
 
-    /// Checks this rank's arguments, and returns the request and the target ids.
-    fn check_arguments<'a>(
-        &self,
-        shard: &VocabShard,
-        targets: &'a Tensor,
-        options: &'a LossOptions,
-    ) -> Result<(Request<'a>, Vec<Option<usize>>)> {
+    /// Checks this rank's part of a request, and returns the target ids.
+    fn check_shard_request(&self, shard: &VocabShard, request: &Request) -> Result<Vec<Option<usize>>> {
         self.check_shard(shard)?;
-        let contexts = &self.operands.contexts;
-        let request = Request::new(&self.leading, Some(shard.vocab_size()), contexts, targets, options)?;
         use OptionName::{Correct, LabelSmoothing, ZLoss};
         request.check_support("a vocabulary-parallel loss", &[LabelSmoothing, ZLoss, Correct])?;
-        if !contexts.device().is_cpu() {
+        if !self.operands.contexts.device().is_cpu() {
             request.check_support("a vocabulary-parallel loss on a GPU", &[ZLoss])?;
         }
-        let ids = request.read_ids(shard.vocab_size())?;
-        Ok((request, ids))
+        request.positions.read_ids(shard.vocab_size())
     }
 }
 
@@ -151,9 +114,10 @@ fn hash_values(tensor: &Tensor, state: &mut DefaultHasher) {
 /// Hashes the options that the loss depends on. The budget and the precision, which change it by rounding alone, may
 /// differ among the ranks.
 fn hash_options(options: &LossOptions, state: &mut DefaultHasher) {
-    let LossOptions { train, reduction, denominator, ignore_index, .. } = options;
+    let LossOptions { train, positions, .. } = options;
+    let PositionOptions { reduction, denominator, ignore_index, .. } = positions;
     format!("{train} {reduction:?} {denominator:?} {ignore_index:?} {:?}", options.terms()).hash(state);
-    for weights in [&options.position_weights, &options.class_weights] {
+    for weights in [&positions.position_weights, &options.class_weights] {
         weights.is_some().hash(state);
         weights.iter().for_each(|weights| hash_values(weights, state));
     }

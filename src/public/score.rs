@@ -15,5 +15,4 @@
 //! all ids, and so does a GPU, except for `log_prob` of one id. On a GPU a loss of all log-probabilities takes a product
 //! more. The losses of [`policy`](crate::policy) and [`distill`](crate::distill) are computed in the same way.
 
-pub use crate::mixture::{ChunkLogProbs, ChunkScores, ChunkTerms};
-pub use crate::scores::{ScoreOptions, Scores};
+pub use crate::scores::{ChunkLogProbs, ChunkScores, ChunkTerms, ScoreOptions, Scores};

@@ -1,6 +1,7 @@
 //! Scores of token ids, with gradients: their log-probabilities, the entropy of the distribution, and the mass outside
 //! the ids; and the policy losses, which are functions of scores ([`policy`]).
 
+mod chunk_terms;
 mod composed;
 pub(crate) mod policy;
 
@@ -9,8 +10,11 @@ use candle_core::{DType, Tensor};
 
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, Result};
+use crate::loss::Loss;
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_log_prob_tensor, check_number, check_targets};
+pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
+pub(crate) use chunk_terms::{LogProbLoss, ScoreLoss};
 pub(crate) use composed::{are_argmax, compose_scores};
 
 /// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
@@ -205,6 +209,15 @@ impl Scores {
     /// zero by more than rounding in its dtype, such as a raw logit.
     pub fn from_log_probs(log_probs: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Self> {
         Self::from_rounded(log_probs, log_probs.dtype(), token_ids, options)
+    }
+
+    /// Makes the scores of one id at each position from the loss of these ids, which has no reduction.
+    pub(crate) fn from_loss(loss: Result<Loss>) -> Result<Self> {
+        let loss = loss.map_err(|error| error.renamed("targets", "token_ids"))?;
+        let leaves = loss.leaves().collect();
+        // `neg` would make a minus zero.
+        let log_prob = loss.value.affine(-1.0, 0.0)?;
+        Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct, leaves })
     }
 
     /// Computes the scores as [`Scores::from_log_probs`] does, from log-probabilities that were rounded to the dtype

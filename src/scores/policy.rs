@@ -2,13 +2,15 @@
 //! sampled token and of the entropy.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor, D};
+use candle_core::{DType, Device, Tensor};
 
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
-use crate::scores::ScoreOptions;
-use crate::tensors::checks::{check_device, check_float, check_number, check_targets, leading};
+use crate::loss::CountedPositions;
+use crate::scores::{ScoreLoss, ScoreOptions};
+use crate::tensors::checks::{check_device, check_float, check_number, check_targets};
 
 /// The largest log-ratio whose exponential is computed. Beyond it the exponential is continued linearly, so that it
 /// stays finite.
@@ -318,13 +320,12 @@ impl PolicyBatch {
 
     /// Checks shapes, dtypes and devices, and that the batch has what the options need. The mask is checked where it is
     /// read.
-    fn check(&self, hidden: &Tensor, options: &PolicyOptions) -> Result<()> {
-        let leading = leading(hidden)?;
+    fn check(&self, leading: &[usize], like: &Tensor, options: &PolicyOptions) -> Result<()> {
         check_targets("token_ids", &self.token_ids, leading)?;
-        check_device("token_ids", &self.token_ids, hidden)?;
+        check_device("token_ids", &self.token_ids, like)?;
         let check = |argument, tensor: &Tensor| {
             check_float(argument, tensor)?;
-            check_device(argument, tensor, hidden)?;
+            check_device(argument, tensor, like)?;
             if tensor.dims() == leading {
                 Ok(())
             } else {
@@ -352,12 +353,9 @@ impl PolicyBatch {
 
 /// The constants of a policy loss at the tokens that count, `[n]` each.
 pub(crate) struct PolicyTerms {
-    /// The places of these tokens among all positions.
-    pub(crate) positions: Vec<u32>,
-    pub(crate) token_ids: Tensor,
+    counted: CountedPositions,
+    token_ids: Tensor,
     advantages: Tensor,
-    /// The weight of each token's loss in the sum.
-    weights: Tensor,
     /// The log-probabilities under the policy that the ratio refers to.
     old: Option<Tensor>,
     /// The log-probabilities under the reference policy.
@@ -368,19 +366,17 @@ pub(crate) struct PolicyTerms {
 }
 
 impl PolicyTerms {
-    /// Checks the batch of a head with hidden states `[.., hidden]` and selects the tokens that count, which reads the
-    /// mask on the host. Returns the hidden states of these tokens, `[n, hidden]`, beside the terms.
-    pub(crate) fn from_hidden(hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<(Self, Tensor)> {
+    /// Checks the batch of positions with these leading dimensions, and selects the tokens that count, which reads the mask
+    /// on the host. `like` has the dtype and the device of the policy.
+    pub(crate) fn new(leading: &[usize], like: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Self> {
         options.validate()?;
-        let (leading, dtype) = (leading(hidden)?, accumulation_dtype("hidden", hidden.dtype())?);
-        batch.check(hidden, options)?;
+        let dtype = accumulation_dtype("hidden", like.dtype())?;
+        batch.check(leading, like, options)?;
         let counts = read_mask(batch.mask.as_ref(), leading)?;
-        let positions: Vec<u32> = (0u32..).zip(&counts).filter(|(_, &counts)| counts).map(|(t, _)| t).collect();
-        let weights = token_weights(&counts, leading, options.normalization);
-        let (n, device) = (positions.len(), hidden.device());
-        let index = Tensor::from_vec(positions.clone(), n, device)?;
-        let select = |tensor: &Tensor| tensor.detach().flatten_all()?.index_select(&index, 0);
-        let numbers = |tensor: &Tensor| select(tensor)?.to_dtype(dtype);
+        let scales = token_weights(&counts, leading, options.normalization);
+        let counted = CountedPositions::new(counts.into_iter(), scales, like)?;
+        let select = |tensor: &Tensor| counted.select_rows(&tensor.detach().flatten_all()?);
+        let numbers = |tensor: &Tensor| Ok::<_, Error>(select(tensor)?.to_dtype(dtype)?);
         let numbers_if_given = |tensor: &Option<Tensor>| tensor.as_ref().map(numbers).transpose();
         let old = numbers_if_given(&batch.old_log_probs)?;
         let importance = |sampler: Tensor| match &old {
@@ -392,23 +388,33 @@ impl PolicyTerms {
                 Err(Error::config("old_log_probs", "log-probabilities, because sampler_log_probs are given", "none"))
             }
         };
-        let rows = hidden.reshape((counts.len(), hidden.dim(D::Minus1)?))?;
-        let terms = PolicyTerms {
-            positions,
+        Ok(PolicyTerms {
             token_ids: select(&batch.token_ids)?,
             advantages: numbers(&batch.advantages)?,
-            weights: Tensor::from_vec(weights, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?,
             reference: numbers_if_given(&batch.reference_log_probs)?.filter(|_| options.kl != 0.0),
             importance: numbers_if_given(&batch.sampler_log_probs)?.map(importance).transpose()?,
             old,
             options: options.clone(),
-        };
-        Ok((terms, rows.index_select(&index, 0)?))
+            counted,
+        })
+    }
+
+    /// Returns the places, among all positions, of the tokens that count.
+    pub(crate) fn positions(&self) -> &[u32] {
+        &self.counted.positions
+    }
+
+    /// Returns the loss as a function of the policy's scores at the tokens that count.
+    pub(crate) fn into_score_loss(self) -> ScoreLoss {
+        let (token_ids, options) = (self.token_ids.clone(), self.options.score_options());
+        let terms = Arc::new(move |positions: Range<usize>, scores: &Tensor| self.chunk_loss(positions, scores));
+        // The terms have their weights already.
+        ScoreLoss { token_ids, options, terms, counted: None }
     }
 
     /// Computes the weighted losses of some of the tokens that count, `[chunk]`, and their derivatives by the scores,
-    /// `[chunk, 2]`, from these scores, `[chunk, 2]`: log-probability and entropy.
-    pub(crate) fn chunk_loss(&self, positions: Range<usize>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// `[chunk, 3]`, from these scores: log-probability, entropy, and the mass outside, which takes no part.
+    fn chunk_loss(&self, positions: Range<usize>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
         let chunk = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
         let column = |i| scores.narrow(1, i, 1)?.squeeze(1);
         let (log_prob, entropy, advantages) = (column(0)?, column(1)?, chunk(&self.advantages)?);
@@ -433,11 +439,12 @@ impl PolicyTerms {
             loss = (loss + ((exp - x)? - 1.0)?.affine(kl, 0.0)?)?;
             by_log_prob = (by_log_prob + slope.affine(-kl, kl)?)?;
         }
-        let weights = chunk(&self.weights)?;
+        let weights = self.counted.chunk_scales(&positions)?;
         if bonus != 0.0 {
             loss = (loss - entropy.affine(bonus, 0.0)?)?;
         }
-        let derivatives = Tensor::stack(&[(by_log_prob * &weights)?, weights.affine(-bonus, 0.0)?], 1)?;
+        let by_outside = weights.zeros_like()?;
+        let derivatives = Tensor::stack(&[(by_log_prob * &weights)?, weights.affine(-bonus, 0.0)?, by_outside], 1)?;
         Ok(((loss * weights)?, derivatives))
     }
 }

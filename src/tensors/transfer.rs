@@ -31,6 +31,17 @@ pub(crate) fn select_rows(tensor: &Tensor, indices: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// Selects some of the positions, which ascend, of a tensor `[.., n]`: `[positions, n]`. If they are all, nothing is copied.
+/// Differentiable.
+pub(crate) fn select_positions(tensor: &Tensor, positions: &[u32]) -> Result<Tensor> {
+    let (n, leading) = tensor.dims().split_last().unwrap_or((&1, &[]));
+    let rows = tensor.reshape((leading.iter().product::<usize>(), *n))?;
+    if positions.len() == rows.dim(0)? {
+        return Ok(rows);
+    }
+    select_rows(&rows, &to_device(positions.to_vec(), positions.len(), rows.device())?)
+}
+
 /// Reads a matrix on the host, in f64.
 pub(crate) fn read_matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
     Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2()?)

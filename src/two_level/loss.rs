@@ -11,8 +11,9 @@ use candle_core::{DType, Device, Tensor, TensorId};
 
 use super::{Cluster, Place, TwoLevel};
 use crate::backend::operands::accumulation_dtype;
+use crate::distributions::Distributions;
 use crate::error::Result;
-use crate::heads::MixtureLayer;
+use crate::heads::{MixtureLayer, RequestLayer};
 use crate::loss::{Loss, LossOptions, Reduction, Request};
 use crate::tensors::autograd::{variable_ids, Leaf};
 use crate::tensors::checks::leading;
@@ -69,35 +70,36 @@ impl PositionFactors {
     }
 }
 
-impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
+impl<S: Debug + Send + Sync, R: MixtureLayer> RequestLayer for TwoLevel<S, R> {
     /// Computes the loss of a request: the root's at all positions, and each cluster's at the positions whose target is
     /// in it. It reads the targets on the host, to sort the positions by cluster.
-    pub(super) fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
+    fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
+        self.check_hidden(hidden)?;
         request.check_support(self.name, &[])?;
         let (leading, options) = (leading(hidden)?, request.options);
-        let ids = request.read_ids(self.vocab_size)?;
+        let ids = request.positions.read_ids(self.vocab_size)?;
         let device = hidden.device();
 
         // The reduction is part of the factors, so that the value of each level has the upstream gradient one, which
         // needs no multiplication. If there is no reduction, or if there are no gradients, the values are reduced
         // afterwards.
-        let is_reduced = options.train && options.reduction != Reduction::None;
+        let is_reduced = options.train && options.positions.reduction != Reduction::None;
         let factors = PositionFactors {
-            factors: if is_reduced { request.read_factors(&ids)? } else { None },
+            factors: if is_reduced { request.positions.read_factors(&ids)? } else { None },
             dtype: accumulation_dtype("hidden", hidden.dtype())?,
             device: device.clone(),
         };
         let mut level_options = options.clone();
-        level_options.reduction = if is_reduced { Reduction::Sum } else { Reduction::None };
-        level_options.ignore_index = None;
-        (level_options.position_weights, level_options.class_weights) = (None, None);
-        level_options.denominator = None;
+        level_options.positions.reduction = if is_reduced { Reduction::Sum } else { Reduction::None };
+        level_options.positions.ignore_index = None;
+        (level_options.positions.position_weights, level_options.class_weights) = (None, None);
+        level_options.positions.denominator = None;
 
         let places: Vec<_> = ids.iter().map(|id| id.map(|id| self.place(id))).collect();
         let entries = places.iter().map(|place| place.map_or(IGNORED, |place| place.entry as i64)).collect();
         let mut root_options = level_options.clone();
-        root_options.ignore_index = places.iter().any(Option::is_none).then_some(IGNORED);
-        root_options.position_weights = factors.select(0..ids.len(), leading)?;
+        root_options.positions.ignore_index = places.iter().any(Option::is_none).then_some(IGNORED);
+        root_options.positions.position_weights = factors.select(0..ids.len(), leading)?;
         let root = self.root.loss(hidden, &to_device::<i64>(entries, leading, device)?, &root_options)?;
 
         let (groups, sorted) = self.groups(&places);
@@ -115,7 +117,9 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
             Ok(Loss { spared: self.spared(&groups), ..request.loss_from_nll(&total.value)? })
         }
     }
+}
 
+impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
     /// Computes the loss of all groups. The negative log-likelihoods, and the values if they are not reduced, have the
     /// leading dimensions of the hidden states, and zeros at positions that are in no group.
     fn clusters_loss(
@@ -146,7 +150,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
         };
         Ok(LevelLoss {
             nll: unsort(&clusters.nll)?,
-            value: match options.reduction {
+            value: match options.positions.reduction {
                 Reduction::None => unsort(&clusters.value)?,
                 _ => clusters.value,
             },
@@ -190,7 +194,7 @@ impl ClusterGroups<'_> {
         if let [group] = groups {
             let mut options = self.options.clone();
             if let Some(weights) = &self.weights {
-                options.position_weights = Some(weights.narrow(0, group.start, group.positions)?);
+                options.positions.position_weights = Some(weights.narrow(0, group.start, group.positions)?);
             }
             let targets = self.targets.narrow(0, group.start, group.positions)?;
             return Ok(LevelLoss::from_loss(group.cluster.mixture(hidden)?.loss(&targets, &options)?));
@@ -207,7 +211,7 @@ impl ClusterGroups<'_> {
         };
         let (left, right) = (left?, right?);
         Ok(LevelLoss {
-            value: match self.options.reduction {
+            value: match self.options.positions.reduction {
                 Reduction::None => Tensor::cat(&[left.value, right.value], 0)?,
                 _ => (left.value + right.value)?,
             },

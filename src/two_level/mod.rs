@@ -18,9 +18,9 @@
 //! are sorted by frequency, or with [`HierarchicalConfig`], which takes [`Classes`] of any kind.
 
 mod adaptive;
+mod distributions;
 mod hierarchical;
 mod loss;
-mod sample;
 mod top_k;
 
 use std::fmt::Debug;
@@ -31,15 +31,15 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 
 use crate::backend;
-use crate::backend::operands::accumulation_dtype;
-use crate::decoding::{Sampler, TopK};
+use crate::distributions::Distributions;
 use crate::error::{Error, Result};
-use crate::heads::{MixtureLayer, OutputLayer};
-use crate::loss::{Loss, LossOptions, Request};
+use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
+use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;
-use crate::tensors::checks::{check_hidden, check_product, leading};
+use crate::tensors::checks::{check_hidden, leading};
 use crate::tensors::linear::{linear_layer, LinearOperands};
 pub use adaptive::{Adaptive, AdaptiveConfig, AdaptiveSoftmax};
+use distributions::TwoLevelDistributions;
 pub use hierarchical::{Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax};
 
 /// A head whose vocabulary is a shortlist and clusters: an [`AdaptiveSoftmax`] or a [`HierarchicalSoftmax`], by its
@@ -162,9 +162,8 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
         }
     }
 
-    /// Checks hidden states, and returns them as `[positions, hidden]`.
+    /// Returns hidden states as `[positions, hidden]`.
     fn flat_states(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.check_hidden(hidden)?;
         let positions: usize = leading(hidden)?.iter().product();
         Ok(hidden.reshape((positions, self.root.hidden_size()))?)
     }
@@ -206,8 +205,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
     }
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.check_hidden(hidden)?;
-        self.request_loss(hidden, &Request::new(leading(hidden)?, Some(self.vocab_size), hidden, targets, options)?)
+        self.target_loss(hidden, targets, options)
     }
 
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
@@ -215,37 +213,11 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
     }
 
     fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-        accumulation_dtype("dtype", dtype)?;
-        let states = self.flat_states(hidden)?;
-        check_product("positions * vocab_size", &[states.dim(0)?, self.vocab_size])?;
-        let shape = [leading(hidden)?, &[self.vocab_size]].concat();
-        if states.elem_count() == 0 {
-            return Ok(Tensor::zeros(shape, dtype, hidden.device())?);
-        }
-        let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
-        let index = |values: Vec<u32>| Tensor::from_vec(values, self.vocab_size, hidden.device());
-        let entries = (0..self.vocab_size).map(|id| self.place(id).entry as u32).collect();
-        let root = self.root_log_probs(&states, accumulation)?.index_select(&index(entries)?, 1)?;
-        let mut parts = Vec::with_capacity(self.clusters.len() + 1);
-        if self.shortlist > 0 {
-            parts.push(Tensor::zeros((states.dim(0)?, self.shortlist), accumulation, hidden.device())?);
-        }
-        for cluster in &self.clusters {
-            parts.push(cluster.mixture(&states)?.log_probs_as(accumulation)?);
-        }
-        let mut within = Tensor::cat(&parts, 1)?;
-        if let Some(permutation) = &self.permutation {
-            within = within.index_select(&index(permutation.slot_by_id.clone())?, 1)?;
-        }
-        Ok((root + within)?.reshape(shape)?.to_dtype(dtype)?)
+        self.distributions(hidden, None)?.log_probs_as(dtype)
     }
 
-    fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        self.search_top_k(hidden, k)
-    }
-
-    fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-        self.draw_ids(hidden, sampler)
+    fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
+        Ok(Box::new(TwoLevelDistributions::new(self, select_hidden(hidden, positions)?)?))
     }
 
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {

@@ -4,16 +4,19 @@
 //! in descending order of their probability at all positions together, each at the positions where it is not less
 //! probable than the k-th most probable id so far.
 
+use std::fmt::Debug;
+
 use candle_core::{DType, Tensor};
 
+use super::distributions::TwoLevelDistributions;
 use super::TwoLevel;
 use crate::backend::distribution::{Computed, Distribution};
 use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{self, order, Ranked};
 use crate::decoding::TopK;
+use crate::distributions::Distributions;
 use crate::error::Result;
 use crate::heads::MixtureLayer;
-use crate::tensors::checks::leading;
 use crate::tensors::transfer::read_matrix;
 
 /// The search for the top k at one position.
@@ -37,34 +40,35 @@ impl ClusterSearch<'_> {
     }
 }
 
-impl<S, R: MixtureLayer> TwoLevel<S, R> {
-    /// Finds the top k after each hidden state.
-    pub(super) fn search_top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-        TopK::check_k(k, self.vocab_size)?;
-        let states = self.flat_states(hidden)?.detach();
+impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevelDistributions<'_, S, R> {
+    /// Finds the top k at each position.
+    pub(super) fn search_top_k(&self, k: usize) -> Result<TopK> {
+        let TwoLevelDistributions { head, hidden, states } = self;
+        TopK::check_k(k, head.vocab_size)?;
+        let states = states.detach();
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
-        let root = read_matrix(&self.root_log_probs(&states, accumulation)?.detach())?;
+        let root = read_matrix(&head.root_log_probs(&states, accumulation)?.detach())?;
         let shortlist_top_k = |(position, root): (usize, &Vec<f64>)| {
             Computed::new(root).check(position)?;
-            Ok(ranking::top_k(&Computed::new(&root[..self.shortlist]), k))
+            Ok(ranking::top_k(&Computed::new(&root[..head.shortlist]), k))
         };
         let found = root.iter().enumerate().map(shortlist_top_k).collect::<Result<Vec<_>>>()?;
-        let clusters = root.iter().map(|root| &root[self.shortlist..]);
+        let clusters = root.iter().map(|root| &root[head.shortlist..]);
         let search = |(found, clusters)| ClusterSearch { found, clusters };
         let mut searches: Vec<ClusterSearch> = found.into_iter().zip(clusters).map(search).collect();
 
         let first: Vec<Option<usize>> = searches.iter().map(ClusterSearch::first_cluster).collect();
-        let mut visits = vec![Vec::new(); self.clusters.len()];
+        let mut visits = vec![Vec::new(); head.clusters.len()];
         for ((position, search), first) in (0..).zip(&searches).zip(&first) {
             if let Some(first) = first.filter(|&first| search.may_contain(first, k)) {
                 visits[first].push(position);
             }
         }
         for (cluster, positions) in visits.into_iter().enumerate() {
-            self.visit(cluster, &positions, &states, k, &mut searches)?;
+            head.visit(cluster, &positions, &states, k, &mut searches)?;
         }
         let total = |cluster: usize| searches.iter().map(|search| search.clusters[cluster].exp()).sum::<f64>();
-        let mut ranked_clusters: Vec<Ranked<f64>> = (0..self.clusters.len()).map(total).zip(0..).collect();
+        let mut ranked_clusters: Vec<Ranked<f64>> = (0..head.clusters.len()).map(total).zip(0..).collect();
         ranked_clusters.sort_by(order);
         for (_, cluster) in ranked_clusters {
             let cluster = cluster as usize;
@@ -73,12 +77,14 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
                 first[position] != Some(cluster) && searches[position].may_contain(cluster, k)
             };
             let positions: Vec<u32> = (0..searches.len() as u32).filter(needs_visit).collect();
-            self.visit(cluster, &positions, &states, k, &mut searches)?;
+            head.visit(cluster, &positions, &states, k, &mut searches)?;
         }
         let found: Vec<_> = searches.into_iter().map(|search| search.found).collect();
-        TopK::from_ranked(&found, &[leading(hidden)?, &[k]].concat(), accumulation, hidden.device())
+        TopK::from_ranked(&found, &[self.leading(), &[k]].concat(), accumulation, hidden.device())
     }
+}
 
+impl<S, R: MixtureLayer> TwoLevel<S, R> {
     /// Adds the most probable ids of a cluster to the searches at these positions.
     fn visit(
         &self,

@@ -7,17 +7,14 @@ mod constraints;
 mod draw;
 mod noise;
 mod request;
-mod shard_choice;
 mod truncation;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use crate::backend;
 use crate::backend::distribution::{Computed, Distribution, Real, Visit, TILE};
 use crate::backend::ranking::top_k;
 use crate::error::{Error, Result};
-use crate::mixture::Mixture;
 use crate::tensors::checks::check_elements;
 pub use constraints::Constraints;
 use draw::draw;
@@ -89,28 +86,14 @@ impl NextToken {
     }
 }
 
-impl Mixture {
-    /// Draws the next token id at each position as its request says: see
-    /// [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
-    ///
-    /// # Errors
-    ///
-    /// The errors are those of [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
-    pub fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
-        let operands = self.operands();
-        let query = NextTokenQuery::new(requests, operands.sizes.positions, operands.sizes.vocab)?;
-        backend::visit(operands, &query)
-    }
-}
-
 /// A query for the next token id of each position, with a request for each.
-struct NextTokenQuery<'a> {
+pub(crate) struct NextTokenQuery<'a> {
     requests: &'a [&'a TokenRequest],
 }
 
 impl<'a> NextTokenQuery<'a> {
     /// Checks that there is a request for each position, and each request against the vocabulary.
-    fn new(requests: &'a [&'a TokenRequest], positions: usize, vocab: usize) -> Result<Self> {
+    pub(crate) fn new(requests: &'a [&'a TokenRequest], positions: usize, vocab: usize) -> Result<Self> {
         if requests.len() != positions {
             return Err(Error::config("requests", format!("one for each of {positions} positions"), requests.len()));
         }
@@ -135,7 +118,7 @@ impl Visit for NextTokenQuery<'_> {
 }
 
 /// A query for the log-probabilities of all ids, and for the offset: its sum with a log-probability is the id's logit.
-struct AllLogProbsQuery;
+pub(crate) struct AllLogProbsQuery;
 
 impl Visit for AllLogProbsQuery {
     type Output = (Vec<f64>, f64);
@@ -153,7 +136,7 @@ impl Visit for AllLogProbsQuery {
 impl NextTokenQuery<'_> {
     /// Answers the request of a position from the log-probabilities of all ids. The sum of a log-probability and the
     /// `offset` is the id's logit.
-    fn answer(&self, position: usize, log_probs: &[f64], offset: f64) -> Result<NextToken> {
+    pub(crate) fn answer(&self, position: usize, log_probs: &[f64], offset: f64) -> Result<NextToken> {
         let request = self.requests[position];
         let best = match request.best {
             0 => Vec::new(),

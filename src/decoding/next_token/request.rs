@@ -151,7 +151,7 @@ impl TokenRequest {
     }
 
     /// Hashes the request, except for its processor, so that ranks can compare theirs.
-    pub(super) fn hash(&self, state: &mut impl Hasher) {
+    pub(crate) fn hash(&self, state: &mut impl Hasher) {
         let TokenRequest { sampling, seed, constraints, history, best, entropy } = self;
         (seed, best, entropy, format!("{sampling:?} {constraints:?}")).hash(state);
         history.hash(state);

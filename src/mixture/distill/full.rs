@@ -5,13 +5,13 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::options::DistillOptions;
-use super::positions::CountedPositions;
 use super::terms::{mix_objectives, DistillTerms};
 use crate::backend;
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad};
 use crate::backend::task::Task;
 use crate::error::{Error, Result};
+use crate::loss::CountedPositions;
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_log_prob_tensor;
 

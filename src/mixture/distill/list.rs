@@ -7,11 +7,11 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor, D};
 
 use super::options::{DistillOptions, MissingIds, TeacherList};
-use super::positions::{CountedPositions, StudentShape};
 use super::terms::{check_teacher_tensor, mix_objectives, DistillTerms};
 use crate::backend::divergence::{log_add, terms_of, weighted, Divergence};
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
+use crate::loss::{CountedPositions, OutputShape};
 use crate::scores::ScoreOptions;
 use crate::tensors::checks::{check_float, check_sizes, check_targets, max_log_prob, LOG_PROBS};
 use crate::tensors::transfer;
@@ -157,12 +157,12 @@ impl ListTeacher {
     /// Checks the teacher's lists and reads those of the positions that count, which waits for their device.
     pub(super) fn new(
         list: &TeacherList,
-        student: StudentShape,
+        student: OutputShape,
         counted: &CountedPositions,
         options: &DistillOptions,
     ) -> Result<Self> {
         let TeacherList { token_ids, log_probs, missing } = list;
-        let StudentShape { leading, vocab, like } = student;
+        let OutputShape { leading, vocab, like } = student;
         let (dtype, device) = (accumulation_dtype("hidden", like.dtype())?, like.device());
         let Some(&n) = token_ids.dims().last() else {
             return Err(Error::shape("token_ids of the teacher", "[.., n]", token_ids.dims()));

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use crate::backend::divergence::Divergence;
 use crate::error::{Error, OptionName, Result};
-use crate::loss::Reduction;
+use crate::loss::{CountedPositions, OutputShape, PositionOptions, Positions, Reduction};
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_number;
 
@@ -162,14 +162,9 @@ pub struct DistillOptions {
     pub hard_weight: f64,
     /// The targets, of the leading dimensions' shape. The default is none.
     pub targets: Option<Tensor>,
-    /// The target of positions that do not count. The default is none.
-    pub ignore_index: Option<i64>,
-    /// The weights of the positions, of the leading dimensions' shape. The default is one for each.
-    pub position_weights: Option<Tensor>,
-    /// The reduction: the mean, which is the default, or the sum.
-    pub reduction: Reduction,
-    /// The denominator of the mean, in place of the sum of the weights. The default is none.
-    pub denominator: Option<f64>,
+    /// Which positions count, with which weights and denominator. The default is the mean over all positions. The
+    /// reduction is the mean or the sum.
+    pub positions: PositionOptions,
     /// The budget of the workspace in bytes; by default the device decides.
     pub workspace_bytes: Option<usize>,
 }
@@ -188,10 +183,7 @@ impl DistillOptions {
             temperature: 1.0,
             hard_weight: 0.0,
             targets: None,
-            ignore_index: None,
-            position_weights: None,
-            reduction: Reduction::Mean,
-            denominator: None,
+            positions: PositionOptions::default(),
             workspace_bytes: None,
         }
     }
@@ -218,7 +210,7 @@ impl DistillOptions {
 
     /// Leaves out the positions with this target before any product. It needs targets.
     pub fn with_ignore_index(self, index: i64) -> Self {
-        DistillOptions { ignore_index: Some(index), ..self }
+        DistillOptions { positions: PositionOptions { ignore_index: Some(index), ..self.positions }, ..self }
     }
 
     /// Multiplies the objective of each position by a weight; positions of weight zero are left out before any product.
@@ -227,18 +219,18 @@ impl DistillOptions {
     ///
     /// - weights: `[..]`, the leading dimensions of the hidden states; a float type
     pub fn with_position_weights(self, weights: Tensor) -> Self {
-        DistillOptions { position_weights: Some(weights), ..self }
+        DistillOptions { positions: PositionOptions { position_weights: Some(weights), ..self.positions }, ..self }
     }
 
     /// Sets the reduction: the weighted mean, or the sum. [`Reduction::None`] is not supported: give each position its
     /// weight.
     pub fn with_reduction(self, reduction: Reduction) -> Self {
-        DistillOptions { reduction, ..self }
+        DistillOptions { positions: PositionOptions { reduction, ..self.positions }, ..self }
     }
 
     /// Divides the sum by this number in place of the sum of the weights, with [`Reduction::Mean`]. It must be above 0.
     pub fn with_denominator(self, denominator: f64) -> Self {
-        DistillOptions { denominator: Some(denominator), ..self }
+        DistillOptions { positions: PositionOptions { denominator: Some(denominator), ..self.positions }, ..self }
     }
 
     /// Sets the budget of the workspace in bytes.
@@ -251,22 +243,24 @@ impl DistillOptions {
         self.hard_weight != 0.0
     }
 
+    /// Selects the positions that count for a student.
+    pub(super) fn counted(&self, student: OutputShape) -> Result<CountedPositions> {
+        Positions::new(student, &self.positions, self.targets.as_ref(), None)?.counted()
+    }
+
     /// Checks the ranges of the numbers, and that the options fit each other and the teacher.
     pub(super) fn validate(&self, teacher: &Teacher) -> Result<()> {
         let temperature = self.temperature;
         check_number((1e-6..=1e6).contains(&temperature), "temperature", "from 1e-6 to 1e6", temperature)?;
         check_number((0.0..=1.0).contains(&self.hard_weight), "hard_weight", "from 0 to 1", self.hard_weight)?;
-        if let Some(by) = self.denominator {
-            check_number(by > 0.0 && by.is_finite(), "denominator", "above 0", by)?;
-        }
         if let Divergence::JensenShannon(beta) = self.divergence {
             let expected = "above 0 and below 1 (at the ends the divergence is zero: use ForwardKl or ReverseKl)";
             check_number(beta > 0.0 && beta < 1.0, "beta", expected, beta)?;
         }
-        if self.reduction == Reduction::None {
+        if self.positions.reduction == Reduction::None {
             return Err(Error::Unsupported { option: OptionName::Reduction, head: "distillation" });
         }
-        if self.targets.is_none() && (self.is_mixed() || self.ignore_index.is_some()) {
+        if self.targets.is_none() && (self.is_mixed() || self.positions.ignore_index.is_some()) {
             return Err(Error::config("targets", "targets, because of hard_weight or ignore_index", "none"));
         }
         let TeacherKind::TopK(TeacherList { missing, .. }) = &teacher.0 else { return Ok(()) };

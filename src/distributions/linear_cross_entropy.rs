@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use super::Distributions;
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions};
 use crate::mixture::Mixture;

@@ -1,16 +1,16 @@
-//! The arguments and the results of a function that computes a loss of the user's own for a chunk of positions, and the
-//! node of such a loss in candle's graph.
+//! Losses that are functions of scores or of all log-probabilities, chunk by chunk: what a function of the user's own gets
+//! and returns ([`ChunkScores`], [`ChunkLogProbs`], [`ChunkTerms`]), and the losses of such functions.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::node::{self, KnownGradients};
-use super::Mixture;
-use crate::backend::contract::{Gradients, LossResults};
-use crate::backend::operands::{NeedsGrad, Operands};
-use crate::error::Result;
-use crate::loss::{Loss, Reduction};
+use super::{candidate_count, ScoreOptions};
+use crate::backend::objective::{LogProbTerms, ScoreTerms};
+use crate::backend::operands::accumulation_dtype;
+use crate::error::{Error, OptionName, Result};
+use crate::loss::CountedPositions;
 
 /// The scores of some positions, on the device of the contexts, in f32 (f64 for f64).
 ///
@@ -163,24 +163,95 @@ impl ChunkTerms {
     }
 }
 
-impl Mixture {
-    /// Makes the loss whose value is the sum of these results. The first backward pass takes their gradients; a second
-    /// one calls `compute`, which computes them again.
-    pub(super) fn loss_from_results(
-        &self,
-        results: LossResults,
-        needs_grad: NeedsGrad,
-        compute: impl Fn(&Operands) -> Result<Gradients> + Send + Sync + 'static,
-    ) -> Result<Loss> {
-        let operands = self.operands.clone();
-        let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
-        let value = if needs_grad.any() {
-            let known = Some(KnownGradients { gradients: results.gradients, is_sum: false });
-            node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| compute(operands))?
-        } else {
-            value
+/// A loss that is a function of the scores of each position.
+pub struct ScoreLoss {
+    /// `[..]` or `[.., n]`: the ids whose log-probabilities are scores.
+    pub(crate) token_ids: Tensor,
+    /// What else is scored.
+    pub(crate) options: ScoreOptions,
+    pub(crate) terms: Arc<ScoreTerms>,
+    /// The weights that the value sums the terms with; without them the value is their sum.
+    pub(crate) counted: Option<CountedPositions>,
+}
+
+impl ScoreLoss {
+    /// Makes the loss of a function of the user's own, for positions with these leading dimensions. `like` has the dtype of
+    /// the hidden states or contexts.
+    pub(crate) fn new(
+        token_ids: &Tensor,
+        leading: &[usize],
+        like: &Tensor,
+        options: &ScoreOptions,
+        terms: impl Fn(ChunkScores) -> Result<ChunkTerms> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        options.validate()?;
+        let dtype = accumulation_dtype("contexts", like.dtype())?;
+        if options.is_argmax {
+            return Err(Error::Unsupported { option: OptionName::IsArgmax, head: "a loss of scores" });
+        }
+        let n = candidate_count("token_ids", token_ids, leading)?;
+        let has_candidates = token_ids.dims() != leading;
+        let terms = move |positions: Range<usize>, scores: &Tensor| {
+            let log_prob = scores.narrow(1, 0, n)?;
+            let log_prob = if has_candidates { log_prob } else { log_prob.squeeze(1)? };
+            let column = |i| scores.narrow(1, n + i, 1)?.squeeze(1);
+            let (entropy, log_outside) = (column(0)?, column(1)?);
+            let chunk = ChunkScores { positions, log_prob, entropy, log_outside };
+            let (values, derivatives) = join_derivatives(terms(chunk.clone())?, n, &chunk.log_prob, &chunk.entropy)?;
+            Ok((values.detach().to_dtype(dtype)?, derivatives.to_dtype(dtype)?.detach()))
         };
-        let nll = results.nll.reshape(self.leading.as_slice())?;
-        Ok(Loss { decoder, ..Loss::new(value, results.sum, results.count, nll) })
+        Ok(ScoreLoss { token_ids: token_ids.clone(), options: options.clone(), terms: Arc::new(terms), counted: None })
     }
+}
+
+/// A loss that is a function of the log-probabilities of all ids at each position.
+pub struct LogProbLoss {
+    pub(crate) workspace_bytes: Option<usize>,
+    pub(crate) terms: Arc<LogProbTerms>,
+    /// The weights that the value sums the terms with; without them the value is their sum.
+    pub(crate) counted: Option<CountedPositions>,
+}
+
+impl LogProbLoss {
+    /// Makes the loss of a function of the user's own. `like` has the dtype of the hidden states or contexts.
+    pub(crate) fn new(
+        workspace_bytes: Option<usize>,
+        like: &Tensor,
+        terms: impl Fn(ChunkLogProbs) -> Result<ChunkTerms> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let dtype = accumulation_dtype("contexts", like.dtype())?;
+        let terms = move |positions: Range<usize>, log_probs: Tensor| {
+            let (n, dims) = (positions.len(), log_probs.dims().to_vec());
+            let ChunkTerms { values, by_log_prob, .. } = terms(ChunkLogProbs { positions, log_probs })?;
+            for (argument, tensor, expected) in [("values", &values, &[n][..]), ("by_log_prob", &by_log_prob, &dims)] {
+                if tensor.dims() != expected {
+                    return Err(Error::shape(argument, format!("{expected:?}"), tensor.dims()));
+                }
+            }
+            // The derivatives are copied, because the function may have kept a reference to them.
+            Ok((values.detach().to_dtype(dtype)?, by_log_prob.detach().to_dtype(dtype)?.copy()?))
+        };
+        Ok(LogProbLoss { workspace_bytes, terms: Arc::new(terms), counted: None })
+    }
+}
+
+/// Checks the shapes of a chunk's terms against those of its scores for `n` ids, and returns the values, `[chunk]`, and
+/// all derivatives as columns, `[chunk, n + 2]`.
+fn join_derivatives(terms: ChunkTerms, n: usize, log_prob: &Tensor, entropy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let zero = entropy.zeros_like()?;
+    let ChunkTerms { values, by_log_prob, by_entropy, by_outside } = terms;
+    let (by_entropy, by_outside) = (by_entropy.unwrap_or(zero.clone()), by_outside.unwrap_or(zero));
+    for (argument, tensor, expected) in [
+        ("values", &values, entropy),
+        ("by_log_prob", &by_log_prob, log_prob),
+        ("by_entropy", &by_entropy, entropy),
+        ("by_outside", &by_outside, entropy),
+    ] {
+        if tensor.dims() != expected.dims() {
+            return Err(Error::shape(argument, format!("{:?}", expected.dims()), tensor.dims()));
+        }
+    }
+    let by_log_prob = by_log_prob.reshape((entropy.dim(0)?, n))?;
+    let derivatives = [by_log_prob, by_entropy.unsqueeze(1)?, by_outside.unsqueeze(1)?];
+    Ok((values, Tensor::cat(&derivatives, 1)?))
 }

@@ -1,0 +1,70 @@
+//! Losses that are functions of results which are known as tensors: the gradient of such a loss is that of a linear function
+//! of these results.
+
+use candle_core::{Device, Tensor};
+
+use crate::backend::operands::accumulation_dtype;
+use crate::error::Result;
+use crate::loss::{CountedPositions, Loss};
+use crate::scores::{LogProbLoss, ScoreLoss, Scores};
+
+/// Computes a loss of these scores, of positions with these leading dimensions.
+pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -> Result<(Loss, Tensor)> {
+    let positions: usize = leading.iter().product();
+    let n = if loss.token_ids.dims() == leading { 1 } else { loss.token_ids.dim(leading.len())? };
+    let log_prob = scores.log_prob.reshape((positions, n))?;
+    let zeros = Tensor::zeros((positions, 1), log_prob.dtype(), log_prob.device())?;
+    let column = |score: &Option<Tensor>| match score {
+        Some(score) => score.reshape((positions, 1)),
+        None => Ok(zeros.clone()),
+    };
+    let nll = match n {
+        // Without ids there is no log-probability.
+        0 => zeros.reshape(leading)?,
+        // `neg` would make a minus zero.
+        _ => log_prob.narrow(1, 0, 1)?.affine(-1.0, 0.0)?.reshape(leading)?,
+    };
+    let columns = Tensor::cat(&[&log_prob, &column(&scores.entropy)?, &column(&scores.log_outside)?], 1)?;
+    let terms = |columns: &Tensor| (loss.terms)(0..positions, columns);
+    let (loss, values) = linear_loss(&columns, terms, loss.counted.as_ref(), |_| Ok(nll))?;
+    Ok((Loss { other_decoders: scores.leaves.clone(), ..loss }, values))
+}
+
+/// Computes a loss of these log-probabilities of all ids, `[.., vocab]`.
+pub(super) fn log_prob_loss(loss: &LogProbLoss, log_probs: &Tensor) -> Result<(Loss, Tensor)> {
+    let (leading, rows) = (&log_probs.dims()[..log_probs.rank() - 1], log_probs.flatten_to(log_probs.rank() - 2)?);
+    let rows = rows.to_dtype(accumulation_dtype("log_probs", rows.dtype())?)?;
+    // The terms may overwrite the log-probabilities.
+    let terms = |rows: &Tensor| (loss.terms)(0..rows.dim(0)?, rows.copy()?);
+    linear_loss(&rows, terms, loss.counted.as_ref(), |values| Ok(values.reshape(leading)?))
+}
+
+/// Computes the sum of the values that `terms` gives for the columns `[positions, n]`, with the gradient that their
+/// derivatives are. `nll` makes the loss's negative log-likelihoods from the values.
+fn linear_loss(
+    columns: &Tensor,
+    terms: impl Fn(&Tensor) -> Result<(Tensor, Tensor)>,
+    counted: Option<&CountedPositions>,
+    nll: impl FnOnce(&Tensor) -> Result<Tensor>,
+) -> Result<(Loss, Tensor)> {
+    let (positions, dtype, device) = (columns.dim(0)?, columns.dtype(), columns.device());
+    if positions == 0 {
+        // A GPU cannot launch zero blocks.
+        let zero = Tensor::zeros((), dtype, device)?;
+        let value = if device.is_cpu() { columns.sum_all()? } else { zero.clone() };
+        let values = Tensor::zeros(0, dtype, device)?;
+        return Ok((Loss::new(value, zero.clone(), zero, nll(&values)?), values));
+    }
+    let (values, derivatives) = terms(&columns.detach())?;
+    let sum = match counted {
+        Some(counted) => counted.weighted_sum(&values)?,
+        None => values.sum_all()?,
+    };
+    // The value is `sum`. The linear function, which is subtracted again, gives it its gradient. A column without a
+    // derivative is left out: it may be infinite.
+    let has_derivative = derivatives.ne(0.0)?;
+    let linear = has_derivative.where_cond(&(columns * &derivatives)?, &columns.zeros_like()?)?.sum_all()?;
+    let value = (&linear + (&sum - linear.detach())?)?;
+    let count = Tensor::new(positions as f64, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+    Ok((Loss::new(value, sum, count, nll(&values)?), values))
+}

@@ -1,0 +1,127 @@
+//! The distributions of a factorised vocabulary at some positions: log-probabilities of both levels, added, and draws level by
+//! level, an entry of the root and, if that is a cluster, an id of the cluster.
+
+use std::fmt::Debug;
+
+use candle_core::{DType, Tensor};
+
+use super::TwoLevel;
+use crate::backend::operands::accumulation_dtype;
+use crate::decoding::{Sampler, TopK};
+use crate::distributions::{Distributions, Sealed};
+use crate::error::{Error, OptionName, Result};
+use crate::heads::{MixtureLayer, RequestLayer};
+use crate::loss::{Loss, OutputShape, Request};
+use crate::tensors::checks::{check_product, leading};
+use crate::tensors::transfer::{select_positions, to_device};
+
+/// The distributions of a head of two levels after hidden states, which have been checked.
+pub(super) struct TwoLevelDistributions<'a, S, R> {
+    pub(super) head: &'a TwoLevel<S, R>,
+    /// `[.., hidden]`
+    pub(super) hidden: Tensor,
+    /// `[positions, hidden]`
+    pub(super) states: Tensor,
+}
+
+impl<'a, S: Debug + Send + Sync, R: MixtureLayer> TwoLevelDistributions<'a, S, R> {
+    /// Checks the hidden states `[.., hidden]`.
+    pub(super) fn new(head: &'a TwoLevel<S, R>, hidden: Tensor) -> Result<Self> {
+        head.check_hidden(&hidden)?;
+        let states = head.flat_states(&hidden)?;
+        Ok(TwoLevelDistributions { head, hidden, states })
+    }
+
+    /// Returns the leading dimensions of the hidden states.
+    pub(super) fn leading(&self) -> &[usize] {
+        &self.hidden.dims()[..self.hidden.rank() - 1]
+    }
+}
+
+impl<S: Debug + Send + Sync, R: MixtureLayer> Sealed for TwoLevelDistributions<'_, S, R> {
+    fn shape(&self) -> OutputShape<'_> {
+        OutputShape { leading: self.leading(), vocab: self.head.vocab_size, like: &self.hidden }
+    }
+
+    fn name(&self) -> &'static str {
+        self.head.name
+    }
+
+    fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
+        Ok(Box::new(TwoLevelDistributions::new(self.head, select_positions(&self.hidden, positions)?)?))
+    }
+}
+
+impl<S: Debug + Send + Sync, R: MixtureLayer> Distributions for TwoLevelDistributions<'_, S, R> {
+    fn request_loss(&self, request: &Request) -> Result<Loss> {
+        self.head.request_loss(&self.hidden, request)
+    }
+
+    fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
+        accumulation_dtype("dtype", dtype)?;
+        let TwoLevelDistributions { head, hidden, states } = self;
+        check_product("positions * vocab_size", &[states.dim(0)?, head.vocab_size])?;
+        let shape = [leading(hidden)?, &[head.vocab_size]].concat();
+        if states.elem_count() == 0 {
+            return Ok(Tensor::zeros(shape, dtype, hidden.device())?);
+        }
+        let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
+        let index = |values: Vec<u32>| Tensor::from_vec(values, head.vocab_size, hidden.device());
+        let entries = (0..head.vocab_size).map(|id| head.place(id).entry as u32).collect();
+        let root = head.root_log_probs(states, accumulation)?.index_select(&index(entries)?, 1)?;
+        let mut parts = Vec::with_capacity(head.clusters.len() + 1);
+        if head.shortlist > 0 {
+            parts.push(Tensor::zeros((states.dim(0)?, head.shortlist), accumulation, hidden.device())?);
+        }
+        for cluster in &head.clusters {
+            parts.push(cluster.mixture(states)?.log_probs_as(accumulation)?);
+        }
+        let mut within = Tensor::cat(&parts, 1)?;
+        if let Some(permutation) = &head.permutation {
+            within = within.index_select(&index(permutation.slot_by_id.clone())?, 1)?;
+        }
+        Ok((root + within)?.reshape(shape)?.to_dtype(dtype)?)
+    }
+
+    fn top_k(&self, k: usize) -> Result<TopK> {
+        self.search_top_k(k)
+    }
+
+    /// A temperature or a truncation needs the log-probabilities of all ids; otherwise only drawn clusters are computed.
+    fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
+        let TwoLevelDistributions { head, hidden, states } = self;
+        let sampling = sampler.sampling();
+        if sampling.component_temperature != 1.0 {
+            return Err(Error::Unsupported { option: OptionName::ComponentTemperature, head: self.head.name });
+        }
+        if sampling.temperature == 0.0 {
+            return self.argmax();
+        }
+        let is_whole = sampling.top_k.is_none() && sampling.top_p >= 1.0 && sampling.min_p <= 0.0;
+        if !is_whole || sampling.temperature != 1.0 {
+            let log_probs = self.log_probs_as(accumulation_dtype("hidden", hidden.dtype())?)?;
+            return sampler.sample_rounded(&log_probs.detach(), hidden.dtype());
+        }
+        let states = states.detach();
+        let mut ids = head.root.sample(&states, sampler)?.flatten_all()?.to_vec1::<u32>()?;
+        let entries = head.shortlist + head.clusters.len();
+        if let Some(entry) = ids.iter().find(|entry| **entry as usize >= entries) {
+            return Err(Error::config("sample of the first level", format!("below {entries}"), entry));
+        }
+        let mut members = vec![Vec::new(); head.clusters.len()];
+        for (position, &entry) in (0..).zip(&ids) {
+            if let Some(cluster) = (entry as usize).checked_sub(head.shortlist) {
+                members[cluster].push(position);
+            }
+        }
+        for (cluster, positions) in members.iter().enumerate().filter(|(_, positions)| !positions.is_empty()) {
+            let states = states.index_select(&Tensor::new(&**positions, hidden.device())?, 0)?;
+            let drawn = head.clusters[cluster].mixture(&states)?.sample(sampler);
+            let drawn = drawn.map_err(|error| error.with_position_from(positions))?;
+            for (&position, index) in positions.iter().zip(drawn.to_vec1::<u32>()?) {
+                ids[position as usize] = head.id_within(cluster, index as usize);
+            }
+        }
+        to_device(ids, leading(hidden)?, hidden.device())
+    }
+}

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Result, Tensor, Var, D};
 use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
-use mos_head::{LossOptions, Mixture};
+use mos_head::{Distributions, LossOptions, Mixture};
 
 /// The number of components of the paper's Penn Treebank model.
 const COMPONENTS: usize = 15;

@@ -22,7 +22,7 @@ use common::case::{Case, Head, Sizes};
 use common::check;
 use criterion::{criterion_group, criterion_main, BenchmarkGroup, BenchmarkId, Criterion, Throughput};
 use mos_head::decode::{Sampler, Sampling};
-use mos_head::{Mixture, Precision};
+use mos_head::{Distributions, Mixture, Precision};
 use shared::read;
 
 /// (vocab, d): Penn Treebank, WikiText-2, and the vocabulary of a large model.

@@ -13,6 +13,7 @@ use std::hint::black_box;
 
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::ops::log_softmax;
+use mos_head::Distributions;
 use mos_head::Mixture;
 use shared::{median, turns};
 

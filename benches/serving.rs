@@ -15,6 +15,7 @@ use std::hint::black_box;
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::ops::log_softmax;
 use mos_head::decode::{Constraints, Sampler, Sampling, TokenRequest};
+use mos_head::Distributions;
 use mos_head::Mixture;
 use shared::{median, read, turns};
 

@@ -63,7 +63,7 @@ fn batches_equal_one(
     let whole = head.loss(&hidden(&inputs)?, &targets, options)?;
     let expected = whole.backward()?;
     let mut options = options.clone();
-    if options.reduction == Reduction::Mean {
+    if options.positions.reduction == Reduction::Mean {
         options = options.with_denominator(whole.sum_and_count()?.1);
     }
     let sum = GradientSum::new();

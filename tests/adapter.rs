@@ -11,8 +11,8 @@ use mos_head::decode::{Sampler, Sampling};
 use mos_head::parts::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, Identity, LowRankAdapter, LowRankConfig};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{
-    ContextActivation, Error, GradientSum, Head, LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
-    MixtureTensors, OptionName, OutputLayer, Reduction, Result, SoftmaxHead,
+    ContextActivation, Distributions, Error, GradientSum, Head, LossOptions, MixtureLayer, MixtureOfContexts,
+    MixtureOfSoftmaxes, MixtureTensors, OptionName, OutputLayer, Reduction, Result, SoftmaxHead,
 };
 
 const VOCAB: usize = 41;

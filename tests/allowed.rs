@@ -12,7 +12,7 @@ use mos_head::decode::{Sampler, Sampling};
 use mos_head::sampled::{Negatives, NoiseDistribution};
 use mos_head::score::ScoreOptions;
 use mos_head::sets::AllowedIds;
-use mos_head::{Error, LossOptions, Mixture, OptionName, Reduction, Result};
+use mos_head::{Distributions, Error, LossOptions, Mixture, OptionName, Reduction, Result};
 
 /// The relative tolerance of values, and of gradients.
 fn tolerance(dtype: DType) -> (f64, f64) {

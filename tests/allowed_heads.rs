@@ -17,8 +17,8 @@ use mos_head::policy::{PolicyBatch, PolicyOptions};
 use mos_head::score::ScoreOptions;
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::{
-    DropoutMasks, Error, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OptionName, OutputLayer,
-    Result, SoftmaxHead,
+    Distributions, DropoutMasks, Error, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OptionName,
+    OutputLayer, Result, SoftmaxHead,
 };
 
 /// The most probable ids are those of a sort of the set; no id is outside.

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use mos_head::decode::{NextToken, Sampler, Sampling, TokenRequest};
-use mos_head::{Mixture, Result};
+use mos_head::{Distributions, Mixture, Result};
 
 const VOCAB: usize = 1021;
 const MOST: usize = 70;

@@ -20,7 +20,7 @@ use candle_core::{DType, Device, Tensor, D};
 use candle_nn::VarBuilder;
 use digest::Digest;
 use mos_head::decode::TopK;
-use mos_head::{linear_cross_entropy, Loss, Mixture, Result};
+use mos_head::{linear_cross_entropy, Distributions, Loss, Mixture, Result};
 use problem::{char_cnn, sampler, uniform, Problem, Sizes, BASE};
 
 const CPU: Device = Device::Cpu;

@@ -14,8 +14,8 @@ use common::reference::truth;
 use common::{exact, on_each_device};
 use mos_head::decode::{BeamSearch, Hypothesis, Sampler, Sampling, TopK};
 use mos_head::{
-    ContextActivation, DropoutMasks, Error, Loss, LossOptions, MixtureLayer, OptionName, OutputLayer, Reduction,
-    Result, SoftmaxHead,
+    ContextActivation, Distributions, DropoutMasks, Error, Loss, LossOptions, MixtureLayer, OptionName, OutputLayer,
+    Reduction, Result, SoftmaxHead,
 };
 
 /// An ordinary softmax of candle's operations.

@@ -9,7 +9,7 @@ use common::check::{backward, build, gradients, numbers, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    linear_cross_entropy, ContextActivation, DropoutMasks, Error, LossOptions, Mixture, MixtureLayer,
+    linear_cross_entropy, ContextActivation, Distributions, DropoutMasks, Error, LossOptions, Mixture, MixtureLayer,
     MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result, SoftmaxHead,
 };
 

@@ -7,7 +7,9 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, numbers, Layer};
 use common::on_each_device;
 use mos_head::decode::{Sampler, Sampling, TopK};
-use mos_head::{DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, SoftmaxHead};
+use mos_head::{
+    Distributions, DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, SoftmaxHead,
+};
 
 const SIZES: Sizes = Sizes::new(5, 3, 4, 30);
 

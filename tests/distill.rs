@@ -13,8 +13,8 @@ use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::score::ChunkTerms;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
 use mos_head::{
-    DropoutMasks, Error, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Reduction, Result,
-    SoftmaxHead,
+    Distributions, DropoutMasks, Error, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer,
+    Reduction, Result, SoftmaxHead,
 };
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use rand_distr::StandardNormal;

@@ -9,7 +9,9 @@ use common::given::{places, Given};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
-use mos_head::{Error, Loss, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxHead};
+use mos_head::{
+    Distributions, Error, Loss, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxHead,
+};
 
 const DIVERGENCES: [Divergence; 4] =
     [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.5), Divergence::JensenShannon(0.1)];

@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use common::check::numbers;
 use common::on_each_device;
 use mos_head::{
-    ContextActivation, DropoutMasks, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
-    MixtureTensors, OutputLayer, Reduction, Result,
+    ContextActivation, Distributions, DropoutMasks, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts,
+    MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result,
 };
 
 /// The only context before dropout, and so the logit of id 0 relative to id 1.

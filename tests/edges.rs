@@ -8,7 +8,7 @@ use common::check::{backward, build, gradients, numbers, Check, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::{dtypes, exact, on_each_device};
-use mos_head::{LossOptions, Mixture, OutputLayer, Reduction, Result};
+use mos_head::{Distributions, LossOptions, Mixture, OutputLayer, Reduction, Result};
 
 const SIZES: Sizes = Sizes::new(5, 3, 3, 7);
 

@@ -12,7 +12,7 @@ use common::objective::Objective;
 use common::scores::compare;
 use common::{dtypes, on_each_device};
 use mos_head::score::ScoreOptions;
-use mos_head::{ContextActivation, LossOptions, Mixture, Reduction, Result};
+use mos_head::{ContextActivation, Distributions, LossOptions, Mixture, Reduction, Result};
 use serde_json::Value;
 
 fn golden() -> Value {

@@ -19,8 +19,8 @@ use common::objective::Objective;
 use common::reference::truth;
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
-    ContextActivation, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer,
-    Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    ContextActivation, Distributions, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes,
+    OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 const SIZES: Sizes = Sizes::new(5, 3, 3, 7);

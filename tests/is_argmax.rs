@@ -11,8 +11,8 @@ use mos_head::score::{ChunkTerms, ScoreOptions, Scores};
 use mos_head::sets::AllowedIds;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    Error, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OptionName, OutputLayer, Result,
-    SoftmaxConfig, SoftmaxHead,
+    Distributions, Error, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OptionName,
+    OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 /// The mixture of a case on a device.

@@ -10,7 +10,7 @@ use common::composed::Operands;
 use common::objective::Objective;
 use common::random::{config, problems, LEAST_SCALE};
 use common::{devices, dtypes, exact};
-use mos_head::{Loss, LossOptions, Mixture, Reduction, Result};
+use mos_head::{Distributions, Loss, LossOptions, Mixture, Reduction, Result};
 use proptest::prelude::*;
 
 /// One loss with its gradients.

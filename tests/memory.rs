@@ -14,7 +14,7 @@ use mos_head::decode::{Sampler, Sampling};
 use mos_head::parts::{CharCnn, CharCnnConfig, LowRankAdapter, LowRankConfig};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions};
-use mos_head::{GradientSum, LossOptions, Mixture, OutputLayer, Result, SoftmaxHead};
+use mos_head::{Distributions, GradientSum, LossOptions, Mixture, OutputLayer, Result, SoftmaxHead};
 
 /// The system's allocator, which counts the bytes in use and their peak.
 struct Counting;

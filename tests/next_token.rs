@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use common::{on, on_each_device};
 use mos_head::decode::{Constraints, NextToken, Sampling, TokenRequest};
-use mos_head::{Error, Loss, LossOptions, Mixture, OutputLayer, Result, SoftmaxHead};
+use mos_head::{Distributions, Error, Loss, LossOptions, Mixture, OutputLayer, Result, SoftmaxHead};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 23;

@@ -11,7 +11,7 @@ use common::objective::Objective;
 use common::random::{config, problems, LEAST_SCALE};
 use common::reference::truth;
 use common::{devices, dtypes, exact, on_each_device};
-use mos_head::{LossOptions, Mixture, Reduction, Result};
+use mos_head::{Distributions, LossOptions, Mixture, Reduction, Result};
 use proptest::prelude::*;
 
 const SIZES: Sizes = Sizes::new(7, 6, 3, 33);

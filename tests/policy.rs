@@ -8,7 +8,9 @@ use common::scores::compare;
 use common::{exact, on, on_each_device};
 use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 use mos_head::score::{ChunkTerms, ScoreOptions};
-use mos_head::{Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Result};
+use mos_head::{
+    Distributions, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Result,
+};
 
 /// A head whose losses of policies are composed from its log-probabilities.
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use common::sampled::{close, draws, numbers_of, targets, tolerance, Operands, VO
 use common::{dtypes, exact, on_each_device};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{
-    ContextActivation, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts,
-    MixtureOfSoftmaxes, OptionName, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    ContextActivation, Distributions, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
+    MixtureOfContexts, MixtureOfSoftmaxes, OptionName, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 
 on_each_device! {

@@ -5,7 +5,7 @@ mod common;
 use candle_core::{DType, Device, Tensor};
 use common::sampled::{numbers_of, targets, Operands, VOCAB};
 use mos_head::sampled::{Negatives, NoiseDistribution};
-use mos_head::{LossOptions, Reduction, Result};
+use mos_head::{Distributions, LossOptions, Reduction, Result};
 
 /// Mean and standard error of each entry.
 fn mean(draws: usize, mut draw: impl FnMut(u64) -> Result<Vec<f64>>) -> Result<Vec<(f64, f64)>> {

@@ -14,7 +14,8 @@ use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions, Scores};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
+    Distributions, Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig,
+    SoftmaxHead,
 };
 
 /// The relative tolerance of scores.

@@ -20,8 +20,8 @@ use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::score::ScoreOptions;
 use mos_head::{
-    Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OptionName, OutputLayer, Reduction, Result,
-    SoftmaxHead,
+    Distributions, Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OptionName, OutputLayer, Reduction,
+    Result, SoftmaxHead,
 };
 use ranks::on_ranks;
 use values::tensor;
@@ -73,7 +73,7 @@ fn every_rank_has_the_same_bits_in_every_run() -> Result<()> {
             let smoothing = if device.is_cpu() { 0.1 } else { 0.0 };
             for options in [LossOptions::new().with_z_loss(0.1), LossOptions::new().with_label_smoothing(smoothing)] {
                 let results = problem.results(shard.range(), &upstream, |mixture| {
-                    mixture.vocab_parallel_loss(&shard, &problem.targets, &options)
+                    mixture.vocab_parallel(&shard).loss(&problem.targets, &options)
                 })?;
                 // The value and the gradients of contexts and log-priors.
                 of_all.extend_from_slice(&results[..6]);
@@ -162,7 +162,7 @@ fn a_rank_sends_as_many_bytes_as_the_documentation_says() -> Result<()> {
                 let mixture = mixture(&shard, &problem)?;
                 let options = if in_chunks { vocabulary::in_chunks(&mixture, &options)? } else { options.clone() };
                 counted.1.store(0, Ordering::Relaxed);
-                let loss = mixture.vocab_parallel_loss(&shard, &problem.targets, &options)?;
+                let loss = mixture.vocab_parallel(&shard).loss(&problem.targets, &options)?;
                 if options.train {
                     loss.backward()?;
                 }
@@ -216,7 +216,7 @@ fn an_ignored_position_may_be_nan() -> Result<()> {
             for reduction in [Reduction::Mean, Reduction::None] {
                 let options = LossOptions::new().with_ignore_index(ignored.into()).with_reduction(reduction);
                 let results = problem.results(shard.range(), &upstream, |mixture| {
-                    mixture.vocab_parallel_loss(&shard, &problem.targets, &options)
+                    mixture.vocab_parallel(&shard).loss(&problem.targets, &options)
                 })?;
                 assert!(results.iter().flatten().all(|x| x.is_finite()), "{results:?}");
             }
@@ -255,7 +255,7 @@ fn a_batch_may_be_empty() -> Result<()> {
             let contexts = Var::zeros((0, 1, D), DType::F32, &device)?;
             let targets = Tensor::zeros(0, DType::U32, &device)?;
             let mixture = Mixture::new(&contexts, None, &weight, None)?;
-            let loss = mixture.vocab_parallel_loss(&shard, &targets, &LossOptions::new())?;
+            let loss = mixture.vocab_parallel(&shard).loss(&targets, &LossOptions::new())?;
             assert_eq!(numbers(&loss.value)?, [0.0]);
             let gradients = loss.backward()?;
             assert!(numbers(gradients.get(&weight).expect("a gradient"))?.iter().all(|&x| x == 0.0));
@@ -293,7 +293,7 @@ fn extremes_are_those_of_the_whole_vocabulary() -> Result<()> {
                     let shard = VocabShard::new(ranks, 3)?;
                     let rows = |whole: &Tensor| whole.narrow(0, shard.range().start, 1);
                     let mixture = Mixture::new(contexts, log_priors, &rows(&problem.weight)?, Some(&rows(&bias)?))?;
-                    numbers(&mixture.vocab_parallel_loss(&shard, &targets, &options)?.value)
+                    numbers(&mixture.vocab_parallel(&shard).loss(&targets, &options)?.value)
                 }) {
                     let found = found?;
                     let same = |a: f64, b: f64| a == b || (a - b).abs() < 1e-5 || a.is_nan() && b.is_nan();
@@ -312,9 +312,9 @@ fn a_backward_pass_is_a_call_of_all_ranks() {
         let (rank, shard) = (ranks.rank(), VocabShard::new(ranks, 31)?);
         let problem = Problem::new(31, 2, DType::F32, 31)?;
         let options = LossOptions::new().with_reduction(Reduction::None);
-        let loss = mixture(&shard, &problem)?.vocab_parallel_loss(&shard, &problem.targets, &options)?;
+        let loss = mixture(&shard, &problem)?.vocab_parallel(&shard).loss(&problem.targets, &options)?;
         match rank {
-            0 => mixture(&shard, &problem)?.vocab_parallel_loss(&shard, &problem.targets, &options).map(|_| ()),
+            0 => mixture(&shard, &problem)?.vocab_parallel(&shard).loss(&problem.targets, &options).map(|_| ()),
             _ => Ok(loss.value.sum_all()?.backward().map(|_| ())?),
         }
     };
@@ -435,12 +435,12 @@ fn ranks_that_disagree_get_an_error_on_every_rank() {
     let found = errors(3, |shard, problem| {
         let z_loss = if is_first(shard) { 0.0 } else { 0.1 };
         let options = LossOptions::new().with_z_loss(z_loss);
-        mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &options)
+        mixture(shard, problem)?.vocab_parallel(shard).loss(&problem.targets, &options)
     });
     assert!(found.iter().all(|error| matches!(error, Error::Ranks { argument: "options", .. })), "{found:?}");
     let found = errors(3, |shard, problem| {
         let targets = if is_first(shard) { problem.targets.zeros_like()? } else { problem.targets.clone() };
-        mixture(shard, problem)?.vocab_parallel_loss(shard, &targets, &LossOptions::new())
+        mixture(shard, problem)?.vocab_parallel(shard).loss(&targets, &LossOptions::new())
     });
     assert!(found.iter().all(|error| matches!(error, Error::Ranks { argument: "targets", .. })), "{found:?}");
     // As with other dropout masks.
@@ -449,26 +449,26 @@ fn ranks_that_disagree_get_an_error_on_every_rank() {
             if is_first(shard) { tensor(&[POSITIONS, 2, D], 8, DType::F32)? } else { problem.contexts.copy()? };
         let weight = problem.weight.narrow(0, shard.range().start, shard.range().len())?;
         let mixture = Mixture::new(&contexts, problem.log_priors.as_ref().map(Var::as_tensor), &weight, None)?;
-        mixture.vocab_parallel_loss(shard, &problem.targets, &LossOptions::evaluation())
+        mixture.vocab_parallel(shard).loss(&problem.targets, &LossOptions::evaluation())
     });
     assert!(found.iter().all(|error| matches!(error, Error::Ranks { argument: "contexts", .. })), "{found:?}");
     // One rank has an error of its own: a budget, a target, or an option.
     let found = errors(3, |shard, problem| {
         let options = LossOptions::new().with_workspace_bytes(if is_first(shard) { 10 } else { 1 << 30 });
-        mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &options)
+        mixture(shard, problem)?.vocab_parallel(shard).loss(&problem.targets, &options)
     });
     assert!(matches!(found[0], Error::Workspace { .. }), "{found:?}");
     assert!(found[1..].iter().all(|error| matches!(error, Error::Ranks { .. })), "{found:?}");
     let found = errors(2, |shard, problem| {
         let targets = (&problem.targets + if is_first(shard) { 31.0 } else { 0.0 })?;
-        mixture(shard, problem)?.vocab_parallel_loss(shard, &targets, &LossOptions::new())
+        mixture(shard, problem)?.vocab_parallel(shard).loss(&targets, &LossOptions::new())
     });
     assert!(matches!(found[0], Error::Target { vocab_size: 31, .. }), "{found:?}");
     assert!(matches!(found[1], Error::Ranks { .. }), "{found:?}");
     let found = errors(2, |shard, problem| {
         let negatives = NoiseDistribution::log_uniform(31)?.draw(5, 1)?;
         let options = LossOptions::new().with_sampled_softmax(negatives);
-        mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &options)
+        mixture(shard, problem)?.vocab_parallel(shard).loss(&problem.targets, &options)
     });
     let is_unsupported = |error: &Error| matches!(error, Error::Unsupported { option: OptionName::SampledSoftmax, .. });
     assert!(found.iter().all(is_unsupported), "{found:?}");
@@ -485,14 +485,14 @@ fn a_gpu_refuses_what_it_cannot_compute_on_every_rank() {
             let found = errors_of(
                 2,
                 |_| own(gpu),
-                |shard, problem| mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &options),
+                |shard, problem| mixture(shard, problem)?.vocab_parallel(shard).loss(&problem.targets, &options),
             );
             let head = "a vocabulary-parallel loss on a GPU";
             let is_refused = |error: &Error| matches!(error, Error::Unsupported { option, head: of } if *option == refused && *of == head);
             assert!(found.iter().all(is_refused), "{found:?}");
         }
         let plain = |shard: &VocabShard, problem: &Problem| {
-            mixture(shard, problem)?.vocab_parallel_loss(shard, &problem.targets, &LossOptions::new())
+            mixture(shard, problem)?.vocab_parallel(shard).loss(&problem.targets, &LossOptions::new())
         };
         let found = errors_of(3, |rank| if rank == 0 { Ok(Device::Cpu) } else { own(gpu) }, plain);
         let are_apart =
@@ -505,7 +505,7 @@ fn a_gpu_refuses_what_it_cannot_compute_on_every_rank() {
             |shard, problem| {
                 let targets = problem.targets.to_device(&Device::Cpu)?;
                 let targets = (targets + 31.0)?.to_device(problem.targets.device())?;
-                mixture(shard, problem)?.vocab_parallel_loss(shard, &targets, &LossOptions::new())
+                mixture(shard, problem)?.vocab_parallel(shard).loss(&targets, &LossOptions::new())
             },
         );
         assert!(found.iter().all(|error| matches!(error, Error::Target { vocab_size: 31, .. })), "{found:?}");

@@ -12,7 +12,9 @@ use mos_head::distributed::{Collectives, VocabShard};
 use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 use mos_head::score::{ChunkTerms, ScoreOptions, Scores};
 use mos_head::sets::{AllowedIds, Restricted};
-use mos_head::{DropoutMasks, Error, GradientSum, Loss, LossOptions, Mixture, OutputLayer, Reduction, Result};
+use mos_head::{
+    Distributions, DropoutMasks, Error, GradientSum, Loss, LossOptions, Mixture, OutputLayer, Reduction, Result,
+};
 
 use super::digest::Digest;
 use super::problem::{has, sampler, uniform, Problem};
@@ -262,7 +264,7 @@ pub(crate) fn ranks(components: usize, dtype: DType, digest: &mut Digest) -> Res
             LossOptions::new().with_correct(true).with_ignore_index(13),
             LossOptions::evaluation(),
         ] {
-            let loss: Loss = mixture.vocab_parallel_loss(&shard, &targets, &options)?;
+            let loss: Loss = mixture.vocab_parallel(&shard).loss(&targets, &options)?;
             for tensor in [&loss.value, &loss.sum, &loss.count, &loss.nll] {
                 digest.tensor(tensor)?;
             }
@@ -272,9 +274,9 @@ pub(crate) fn ranks(components: usize, dtype: DType, digest: &mut Digest) -> Res
                 [&contexts, &weight, &bias].into_iter().try_for_each(|var| digest.optional(gradients.get(var)))?;
             }
         }
-        digest.top_k(&mixture.vocab_parallel_top_k(&shard, 5)?)?;
+        digest.top_k(&mixture.vocab_parallel(&shard).top_k(5)?)?;
         let requests = (0..POSITIONS).map(|i| request(i, VOCAB)).collect::<Result<Vec<_>>>()?;
-        let tokens = mixture.vocab_parallel_next_tokens(&shard, &requests.iter().collect::<Vec<_>>())?;
+        let tokens = mixture.vocab_parallel(&shard).next_tokens(&requests.iter().collect::<Vec<_>>())?;
         digest_tokens(&tokens, &mut digest);
         Ok(digest.0)
     };

@@ -10,8 +10,8 @@ use mos_head::parts::{CharCnn, CharCnnConfig, LowRankAdapter, LowRankConfig};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    ContextActivation, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfContexts,
-    MixtureOfSoftmaxes, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
+    ContextActivation, Distributions, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
+    MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

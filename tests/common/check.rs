@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use mos_head::{
-    Error, Loss, LossOptions, Mixture, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
-    OutputLayer, Reduction, Result, SoftmaxHead,
+    Distributions, Error, Loss, LossOptions, Mixture, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes,
+    MixtureTensors, OutputLayer, Reduction, Result, SoftmaxHead,
 };
 
 use super::case::{upstream, Case, Head, Tensors};

@@ -4,6 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use mos_head::score::{ScoreOptions, Scores};
+use mos_head::Distributions;
 use mos_head::Mixture;
 
 use super::on;

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::ops::log_softmax;
 use mos_head::distributed::{Collectives, VocabParallel, VocabShard};
 use mos_head::parts::LowRankAdapter;
-use mos_head::{Error, LossOptions, Mixture, OutputLayer, Reduction, Result, SoftmaxHead};
+use mos_head::{Distributions, Error, LossOptions, Mixture, OutputLayer, Reduction, Result, SoftmaxHead};
 
 use crate::values::tensor;
 
@@ -162,7 +162,7 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>, device: &Device) -> Result
                     let expected = whole.results(all, &upstream, |mixture| mixture.loss(&whole.targets, options))?;
                     let found = whole.results(shard.range(), &upstream, |mixture| {
                         let options = if chunks { in_chunks(mixture, options)? } else { options.clone() };
-                        mixture.vocab_parallel_loss(shard, &whole.targets, &options)
+                        mixture.vocab_parallel(shard).loss(&whole.targets, &options)
                     })?;
                     let decoder = expected.len() - 2;
                     for (j, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -208,7 +208,7 @@ pub fn correct_targets_are_those_of_the_whole(ranks: &Arc<dyn Collectives>) -> R
         let shard = VocabShard::new(ranks.clone(), VOCAB)?;
         let rows = |whole: &Tensor| whole.narrow(0, shard.range().start, shard.range().len());
         let mixture = Mixture::new(&problem.contexts, log_priors, &rows(&weight)?, Some(&rows(&bias)?))?;
-        let found = mixture.vocab_parallel_loss(&shard, &targets, &options)?.is_correct.expect("asked for");
+        let found = mixture.vocab_parallel(&shard).loss(&targets, &options)?.is_correct.expect("asked for");
         assert_eq!(numbers(&found)?, expected, "{components}");
     }
     Ok(())

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use candle_core::{DType, Device, Tensor, Var, D};
 use clap::Parser;
-use mos_head::{LossOptions, Mixture, Precision, Result};
+use mos_head::{Distributions, LossOptions, Mixture, Precision, Result};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const POSITIONS: usize = 64;

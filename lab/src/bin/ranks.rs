@@ -130,7 +130,7 @@ fn main() -> Result<()> {
         let log_priors = log_priors.as_ref().map(Var::as_tensor);
         let mixture = Mixture::new(&contexts, log_priors, &weight, Some(bias.as_tensor()))?;
         let loss = match &shard {
-            Some(shard) => mixture.vocab_parallel_loss(shard, &targets, &options)?,
+            Some(shard) => mixture.vocab_parallel(&shard).loss(&targets, &options)?,
             None => mixture.loss(&targets, &options)?,
         };
         loss.backward()?;

@@ -5,6 +5,7 @@ use crate::source::{Source, Text};
 use candle_core::{DType, Tensor};
 use lab::text::{Corpus, END_OF_SENTENCE};
 use lab::Result;
+use mos_head::Distributions;
 use mos_head::OutputLayer;
 
 /// Tokens of a context that are printed, at most.

@@ -8,7 +8,7 @@ use crate::spectrum::{Rows, Spectrum};
 use candle_core::{DType, Tensor, D};
 use lab::head::HeadKind;
 use lab::{progress, Result};
-use mos_head::{Mixture, OutputLayer};
+use mos_head::{Distributions, Mixture, OutputLayer};
 
 pub(crate) struct Study {
     pub(crate) name: String,

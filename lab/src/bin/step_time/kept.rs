@@ -3,7 +3,7 @@
 
 use candle_core::{Result, Tensor};
 use mos_head::sets::{AllowedIds, RestrictedMixture};
-use mos_head::{LossOptions, Mixture};
+use mos_head::{Distributions, LossOptions, Mixture};
 
 /// The sets have `n` ids at each position, with its target among them.
 pub(crate) struct Kept {

@@ -24,7 +24,7 @@ use clap::Parser;
 use kept::Kept;
 use lab::memory::Peak;
 use mos_head::sampled::NoiseDistribution;
-use mos_head::{LossOptions, Mixture, Precision};
+use mos_head::{Distributions, LossOptions, Mixture, Precision};
 use output::System;
 use scores::{Score, Timed};
 use serde_json::json;

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use mos_head::decode::{Sampler, Sampling};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::score::{ChunkTerms, ScoreOptions};
-use mos_head::{LossOptions, Mixture};
+use mos_head::{Distributions, LossOptions, Mixture};
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Score {

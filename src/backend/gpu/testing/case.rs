@@ -88,12 +88,12 @@ impl Case {
         let options = &self.options;
         Objective::Targets(TargetLoss {
             targets: Tensor::from_vec(targets, positions, &Device::Cpu).unwrap(),
-            ignore_index: options.ignore_index,
+            ignore_index: options.positions.ignore_index,
             position_weights: Some(weights(5, positions, 1.0).to_dtype(dtype).unwrap()),
             // Some are negative.
             class_weights: self.own.is_none().then(|| weights(6, vocab, 0.6).to_dtype(dtype).unwrap()),
             terms: options.terms(),
-            scale: match options.reduction {
+            scale: match options.positions.reduction {
                 Reduction::Mean => GradScale::OneOverCount,
                 Reduction::Sum => GradScale::Constant(1.0),
                 Reduction::None => {

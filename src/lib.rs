@@ -126,8 +126,6 @@ mod public;
 
 pub mod distributed;
 
-mod head_config;
-
 pub mod two_level;
 
 mod allowed;
@@ -153,12 +151,11 @@ mod error;
 pub use backend::plan::{Kernels, Plan};
 pub use distributions::{linear_cross_entropy, Distributions};
 pub use error::{Error, OptionName, Result};
-pub use head_config::HeadConfig;
 pub use heads::{
     ContextActivation, Head, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, MixtureTensors,
     OutputLayer, SoftmaxConfig, SoftmaxHead,
 };
 pub use loss::{GradientSum, Loss, LossOptions, PositionOptions, Precision, Reduction};
 pub use mixture::Mixture;
-pub use public::{decode, distill, parts, policy, sampled, score, sets};
+pub use public::{decode, distill, parts, policy, sampled, score, sets, HeadConfig};
 pub use tensors::dropout::DropoutMasks;

@@ -559,7 +559,7 @@ fn bad_arguments_are_errors() -> Result<()> {
         (error(&full, new().with_temperature(0.0)), "temperature: expected from 1e-6 to 1e6, got 0"),
         (error(&full, new().with_hard_weight(1.5)), "hard_weight: expected from 0 to 1, got 1.5"),
         (error(&full, new().with_hard_weight(0.5)), "targets: expected targets, because of hard_weight or ignore_index, got none"),
-        (error(&full, new().with_denominator(0.0)), "denominator: expected above 0, got 0"),
+        (error(&full, new().with_denominator(0.0)), "denominator: expected finite, above 0, got 0"),
         (error(&full, new().with_reduction(Reduction::None)), "reduction: not supported by distillation"),
         (
             error(&full, DistillOptions::new(Divergence::JensenShannon(1.0))),

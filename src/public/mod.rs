@@ -4,8 +4,11 @@
 
 pub mod decode;
 pub mod distill;
+mod head_config;
 pub mod parts;
 pub mod policy;
 pub mod sampled;
 pub mod score;
 pub mod sets;
+
+pub use head_config::HeadConfig;

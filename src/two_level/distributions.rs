@@ -1,19 +1,58 @@
-//! The distributions of a factorised vocabulary at some positions: log-probabilities of both levels, added, and draws level by
-//! level, an entry of the root and, if that is a cluster, an id of the cluster.
+//! A factorised vocabulary as an output layer, and its distributions: log-probabilities of both levels, added, and draws level
+//! by level, an entry of the root and, if that is a cluster, an id of the cluster.
 
 use std::fmt::Debug;
+use std::marker::PhantomData;
 
 use candle_core::{DType, Tensor};
 
-use super::TwoLevel;
+use super::{Cluster, TwoLevel};
 use crate::backend::operands::accumulation_dtype;
 use crate::decoding::{Sampler, TopK};
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
-use crate::heads::{MixtureLayer, RequestLayer};
-use crate::loss::{Loss, OutputShape, Request};
+use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
+use crate::loss::{Loss, LossOptions, OutputShape, Request};
 use crate::tensors::checks::{check_product, leading};
 use crate::tensors::transfer::{select_positions, to_device};
+
+impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
+    fn hidden_size(&self) -> usize {
+        self.root.hidden_size()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        self.target_loss(hidden, targets, options)
+    }
+
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.log_probs_as(hidden, hidden.dtype())
+    }
+
+    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
+        self.distributions(hidden, None)?.log_probs_as(dtype)
+    }
+
+    fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
+        Ok(Box::new(TwoLevelDistributions::new(self, select_hidden(hidden, positions)?)?))
+    }
+
+    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
+        Ok(Box::new(TwoLevel::<S, _> {
+            name: self.name,
+            scheme: PhantomData,
+            root: self.root.frozen_mixture()?,
+            shortlist: self.shortlist,
+            clusters: self.clusters.iter().map(Cluster::frozen).collect(),
+            vocab_size: self.vocab_size,
+            permutation: self.permutation.clone(),
+        }))
+    }
+}
 
 /// The distributions of a head of two levels after hidden states, which have been checked.
 pub(super) struct TwoLevelDistributions<'a, S, R> {

@@ -31,15 +31,12 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 
 use crate::backend;
-use crate::distributions::Distributions;
 use crate::error::{Error, Result};
-use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
-use crate::loss::{Loss, LossOptions};
+use crate::heads::MixtureLayer;
 use crate::mixture::Mixture;
 use crate::tensors::checks::{check_hidden, leading};
 use crate::tensors::linear::{linear_layer, LinearOperands};
 pub use adaptive::{Adaptive, AdaptiveConfig, AdaptiveSoftmax};
-use distributions::TwoLevelDistributions;
 pub use hierarchical::{Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax};
 
 /// A head whose vocabulary is a shortlist and clusters: an [`AdaptiveSoftmax`] or a [`HierarchicalSoftmax`], by its
@@ -192,43 +189,5 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     fn id_within(&self, cluster: usize, index: usize) -> u32 {
         let slot = self.clusters[cluster].slots.start + index;
         self.permutation.as_ref().map_or(slot as u32, |permutation| permutation.id_by_slot[slot])
-    }
-}
-
-impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
-    fn hidden_size(&self) -> usize {
-        self.root.hidden_size()
-    }
-
-    fn vocab_size(&self) -> usize {
-        self.vocab_size
-    }
-
-    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.target_loss(hidden, targets, options)
-    }
-
-    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.log_probs_as(hidden, hidden.dtype())
-    }
-
-    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-        self.distributions(hidden, None)?.log_probs_as(dtype)
-    }
-
-    fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
-        Ok(Box::new(TwoLevelDistributions::new(self, select_hidden(hidden, positions)?)?))
-    }
-
-    fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
-        Ok(Box::new(TwoLevel::<S, _> {
-            name: self.name,
-            scheme: PhantomData,
-            root: self.root.frozen_mixture()?,
-            shortlist: self.shortlist,
-            clusters: self.clusters.iter().map(Cluster::frozen).collect(),
-            vocab_size: self.vocab_size,
-            permutation: self.permutation.clone(),
-        }))
     }
 }

@@ -265,7 +265,7 @@ pub enum OptionName {
     DecoderRows,
     /// The softcap of a head's configuration.
     Softcap,
-    /// [`LossOptions::reduction`](crate::LossOptions::reduction)
+    /// [`PositionOptions::reduction`](crate::PositionOptions::reduction)
     Reduction,
     /// [`Sampling::ancestral`](crate::decode::Sampling::ancestral)
     Ancestral,

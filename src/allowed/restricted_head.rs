@@ -1,13 +1,13 @@
 //! A head whose distributions are restricted to the allowed ids.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::ids::AllowedIds;
 use super::restricted_mixture::RestrictedMixture;
 use crate::distributions::Distributions;
 use crate::error::Result;
-use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
-use crate::loss::{Loss, LossOptions, Request};
+use crate::heads::{request_layer_methods, select_hidden, MixtureLayer, OutputLayer, RequestLayer};
+use crate::loss::{Loss, Request};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
 
@@ -79,17 +79,7 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         self.head.vocab_size()
     }
 
-    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.target_loss(hidden, targets, options)
-    }
-
-    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.log_probs_as(hidden, hidden.dtype())
-    }
-
-    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-        self.mixture(hidden)?.log_probs_as(dtype)
-    }
+    request_layer_methods!();
 
     fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
         let Some(positions) = positions else { return Ok(Box::new(self.mixture(hidden)?)) };

@@ -1,14 +1,14 @@
 //! A head whose decoder's rows are cut among the ranks of a distributed program: it computes each result from the
 //! mixture of the rank's rows, which exchanges numbers with the other ranks.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::vocab_parallel_mixture::VocabParallelMixture;
 use crate::backend::shard::VocabShard;
 use crate::distributions::Distributions;
 use crate::error::{Error, Result};
-use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
-use crate::loss::{Loss, LossOptions, Request};
+use crate::heads::{request_layer_methods, select_hidden, MixtureLayer, OutputLayer, RequestLayer};
+use crate::loss::{Loss, Request};
 use crate::mixture::Mixture;
 use crate::tensors::dropout::DropoutMasks;
 
@@ -104,18 +104,7 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         self.shard.vocab_size()
     }
 
-    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.target_loss(hidden, targets, options)
-    }
-
-    /// Returns an error, because no rank has room for the log-probabilities of all ids.
-    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.distributions(hidden, None)?.log_probs()
-    }
-
-    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-        self.distributions(hidden, None)?.log_probs_as(dtype)
-    }
+    request_layer_methods!();
 
     fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
         let rows = select_hidden(hidden, positions);

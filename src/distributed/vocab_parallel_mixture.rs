@@ -42,7 +42,7 @@ use crate::scores::{candidate_count, LogProbLoss, ScoreOptions, Scores};
 ///
 /// # Errors
 ///
-/// The errors are those of [`Mixture::loss`], on every rank. [`Error::Ranks`] if another rank has an error of its
+/// The errors are those of [`Distributions::loss`], on every rank. [`Error::Ranks`] if another rank has an error of its
 /// own, makes another call, or has other targets, other options, another number of positions, components or
 /// columns, or other contexts (most differences of dropout masks are noticed). [`Error::Unsupported`] for a loss
 /// over a sample of the vocabulary, and on a GPU for label smoothing and correct predictions.

@@ -84,13 +84,9 @@ pub trait Distributions: Sealed {
 
     /// Computes log-probabilities `[.., vocab]` in the dtype of the contexts or hidden states. They are differentiable.
     ///
-    /// # Shapes
-    ///
-    /// - returns `[.., vocab]`
-    ///
     /// # Errors
     ///
-    /// If there are no kernels for the device, or the result would have more than 2^40 elements.
+    /// The errors of [`Distributions::log_probs_as`].
     fn log_probs(&self) -> Result<Tensor> {
         self.log_probs_as(self.shape().like.dtype())
     }
@@ -98,13 +94,10 @@ pub trait Distributions: Sealed {
     /// Computes log-probabilities `[.., vocab]` in another dtype: those of a half-precision mixture are not rounded if
     /// it is f32. They are differentiable.
     ///
-    /// # Shapes
-    ///
-    /// - returns `[.., vocab]`
-    ///
     /// # Errors
     ///
-    /// The errors of [`Distributions::log_probs`], or if the dtype is none of f16, bf16, f32 and f64.
+    /// If the dtype is none of f16, bf16, f32 and f64, the result would have more than 2^40 elements, or there are no
+    /// kernels for the device.
     fn log_probs_as(&self, dtype: DType) -> Result<Tensor>;
 
     /// Computes the log-probability of given token ids at each position and, if the options ask for them, the entropy,
@@ -112,27 +105,14 @@ pub trait Distributions: Sealed {
     /// computes them from one product and without a tensor of the vocabulary's size, and their backward pass takes three
     /// products.
     ///
-    /// # Shapes
-    ///
-    /// - token_ids: `[..]`, or `[.., n]` for `n` candidates at each position; u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
-    ///   the mass outside `[..]`, in nats
-    ///
     /// # Errors
     ///
-    /// The errors of the ids are those of the targets of [`Distributions::loss`]. It is an error too if an option is out
-    /// of range.
+    /// The errors of [`OutputLayer::score`](crate::OutputLayer::score).
     fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         Scores::from_rounded(&accurate_log_probs(self)?, self.shape().like.dtype(), token_ids, options)
     }
 
-    /// Computes the log-probability of given token ids at each position, f32 (f64 for f64). It is differentiable; see
-    /// [`Distributions::score`].
-    ///
-    /// # Shapes
-    ///
-    /// - token_ids: `[..]`, or `[.., n]`; u8, u32 or i64
-    /// - returns the shape of `token_ids`, in nats
+    /// Computes the log-probability of given token ids `[..]` or `[.., n]`, in their shape; see [`Distributions::score`].
     ///
     /// # Errors
     ///
@@ -141,12 +121,8 @@ pub trait Distributions: Sealed {
         Ok(self.score(token_ids, &ScoreOptions::new())?.log_prob)
     }
 
-    /// Computes the entropy of each position's distribution, `-sum_v P(v) log P(v)` in nats, f32 (f64 for f64). It is
-    /// differentiable; see [`Distributions::score`].
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[..]`
+    /// Computes the entropy of each position's distribution, `-sum_v P(v) log P(v)`: `[..]` in nats, f32 (f64 for f64). It
+    /// is differentiable; see [`Distributions::score`].
     ///
     /// # Errors
     ///
@@ -159,49 +135,36 @@ pub trait Distributions: Sealed {
         Ok(scores.entropy.unwrap_or(scores.log_prob))
     }
 
-    /// Returns the `k` most probable token ids at each position, in descending order; among equals the lowest id comes
-    /// first.
-    ///
-    /// # Shapes
-    ///
-    /// - returns ids, u32, and log-probabilities, `[.., k]` each
+    /// Finds the `k` most probable token ids at each position and their log-probabilities, `[.., k]`, in descending order;
+    /// among equals the lowest id comes first.
     ///
     /// # Errors
     ///
-    /// If `k` is not between 1 and the size of the vocabulary, or a distribution is NaN, infinite or impossible.
+    /// The errors of [`OutputLayer::top_k`](crate::OutputLayer::top_k).
     fn top_k(&self, k: usize) -> Result<TopK> {
         TopK::from_rounded(&accurate_log_probs(self)?, self.shape().like.dtype(), k)
     }
 
-    /// Returns the most probable token id at each position; among equals it is the lowest.
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[..]`, u32
+    /// Finds the most probable token id at each position, `[..]` (u32); among equals it is the lowest.
     ///
     /// # Errors
     ///
-    /// If a distribution is NaN, infinite or impossible: the error names its position.
+    /// The errors of [`OutputLayer::argmax`](crate::OutputLayer::argmax).
     fn argmax(&self) -> Result<Tensor> {
         Ok(self.top_k(1)?.token_ids.squeeze(D::Minus1)?)
     }
 
-    /// Draws one token id at each position.
-    ///
-    /// # Shapes
-    ///
-    /// - returns `[..]`, u32
+    /// Draws one token id at each position, `[..]` (u32).
     ///
     /// # Errors
     ///
-    /// If a distribution is NaN, infinite or impossible, or the options of the sampler need components that there are not.
+    /// The errors of [`OutputLayer::sample`](crate::OutputLayer::sample).
     fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
         sampler.reject_components(self.name())?;
         sampler.sample_rounded(&accurate_log_probs(self)?.detach(), self.shape().like.dtype())
     }
 
-    /// Draws the next token id at each position as its request says: see
-    /// [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
+    /// Chooses the next token id at each position as its request says.
     ///
     /// # Errors
     ///
@@ -337,8 +300,7 @@ pub trait Distributions: Sealed {
         Ok(self.loss_from_log_probs(&LogProbLoss::new(workspace_bytes, self.shape().like, terms)?)?.0)
     }
 
-    /// Computes the loss of a policy gradient over sampled tokens: see
-    /// [`OutputLayer::policy_loss`](crate::OutputLayer::policy_loss).
+    /// Computes the loss of a policy gradient over sampled tokens.
     ///
     /// # Errors
     ///
@@ -355,18 +317,9 @@ pub trait Distributions: Sealed {
     ///
     /// [`Loss::nll`] has the objective of each position that counts, in their order, without weights.
     ///
-    /// # Shapes
-    ///
-    /// - teacher: a mixture of contexts `[.., K, d]`, log-probabilities `[.., vocab]`, or a list `[.., n]`, with the
-    ///   leading dimensions of the student
-    /// - [`Loss::nll`]: `[positions]`, of those that count
-    ///
     /// # Errors
     ///
-    /// If the shapes, the vocabulary or the devices of teacher and student differ, an id is not in the vocabulary, or
-    /// an option is out of range. [`Error::InfiniteDivergence`](crate::Error::InfiniteDivergence) if the divergence is
-    /// infinite at a position, because an id is possible for only one of student and teacher. On a GPU, where the call
-    /// does not wait for the values, the loss is infinite instead.
+    /// The errors of [`OutputLayer::distill`](crate::OutputLayer::distill).
     ///
     /// # Examples
     ///

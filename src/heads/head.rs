@@ -1,17 +1,17 @@
 //! The head, a projection and a decoder: it computes each result from the mixture of the projection's contexts under
 //! the decoder.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_nn::{Embedding, VarBuilder};
 
 use super::mixture_layer::MixtureLayer;
-use super::output_layer::{select_hidden, OutputLayer, RequestLayer};
+use super::output_layer::{request_layer_methods, select_hidden, OutputLayer, RequestLayer};
 use super::projection::{Configured, Projection};
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::Sampler;
 use crate::distributions::Distributions;
 use crate::error::{Error, Result};
-use crate::loss::{Loss, LossOptions, Request};
+use crate::loss::{Loss, Request};
 use crate::mixture::Mixture;
 use crate::tensors::dropout::DropoutMasks;
 
@@ -226,17 +226,7 @@ impl<P: Projection> OutputLayer for Head<P> {
         self.decoder.vocab_size()
     }
 
-    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.target_loss(hidden, targets, options)
-    }
-
-    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.log_probs_as(hidden, hidden.dtype())
-    }
-
-    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-        self.mixture(hidden, DropoutMasks::Off)?.log_probs_as(dtype)
-    }
+    request_layer_methods!();
 
     fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
         Ok(Box::new(self.mixture(&select_hidden(hidden, positions)?, DropoutMasks::Off)?))

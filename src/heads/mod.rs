@@ -22,5 +22,5 @@ pub use identity::{Identity, SoftmaxConfig, SoftmaxHead};
 pub use mixed_contexts::{MixedContexts, MixtureOfContexts};
 pub use mixture_layer::MixtureLayer;
 pub use output_layer::OutputLayer;
-pub(crate) use output_layer::{select_hidden, RequestLayer};
+pub(crate) use output_layer::{request_layer_methods, select_hidden, RequestLayer};
 pub use projection::{Configured, Projection};

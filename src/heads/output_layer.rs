@@ -185,7 +185,7 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// Computes the log-probability of given token ids after hidden states `[.., hidden]` and, if the options ask for
     /// them, the entropy, the mass outside the ids and whether an id is the argmax. Differentiable. Heads that are one
-    /// mixture compute them without a tensor of the vocabulary's size, see [`Mixture::score`](crate::Mixture::score);
+    /// mixture compute them without a tensor of the vocabulary's size, see [`Distributions::score`];
     /// by default they are composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
@@ -253,7 +253,7 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// Computes the divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its
     /// gradients. For a head that is one mixture it costs as much as a loss, and one product more if the teacher is a
-    /// mixture: see [`Mixture::distill`](crate::Mixture::distill). [`Loss::nll`] has the objective of each position
+    /// mixture: see [`Distributions::distill`]. [`Loss::nll`] has the objective of each position
     /// that counts, in their order, without weights.
     ///
     /// # Shapes
@@ -461,7 +461,7 @@ pub(crate) fn select_hidden(hidden: &Tensor, positions: Option<&[u32]>) -> Resul
     }
 }
 
-/// A head of this crate, whose loss is that of a request.
+/// A head of this crate: its loss is that of a request, and its log-probabilities are those of its distributions.
 pub(crate) trait RequestLayer: OutputLayer {
     /// Computes the loss of a request at the positions of these hidden states. What is at ignored positions must not reach
     /// a gradient.
@@ -475,3 +475,21 @@ pub(crate) trait RequestLayer: OutputLayer {
         self.request_loss(hidden, &request.map_err(|error| self.announce(error))?)
     }
 }
+
+/// Defines the loss and the log-probabilities of a [`RequestLayer`].
+macro_rules! request_layer_methods {
+    () => {
+        fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &$crate::LossOptions) -> Result<Loss> {
+            $crate::heads::RequestLayer::target_loss(self, hidden, targets, options)
+        }
+
+        fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+            self.distributions(hidden, None)?.log_probs()
+        }
+
+        fn log_probs_as(&self, hidden: &Tensor, dtype: candle_core::DType) -> Result<Tensor> {
+            self.distributions(hidden, None)?.log_probs_as(dtype)
+        }
+    };
+}
+pub(crate) use request_layer_methods;

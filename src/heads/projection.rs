@@ -1,7 +1,6 @@
 //! The projection of a head: from hidden states to contexts and log-priors.
 
 use std::fmt::Debug;
-use std::sync::Arc;
 
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
@@ -195,33 +194,3 @@ pub trait Configured: Projection + Sized {
     /// Returns the configuration of the decoder.
     fn decoder(config: &Self::Config) -> DecoderConfig;
 }
-
-/// Implements the trait for pointers, so that two heads can share a projection, and a model can choose one at run time.
-macro_rules! delegate_to_pointee {
-    ($($pointer:ty),*) => {$(
-        impl<P: Projection + ?Sized> Projection for $pointer {
-            fn hidden_size(&self) -> usize {
-                (**self).hidden_size()
-            }
-            fn context_dim(&self) -> usize {
-                (**self).context_dim()
-            }
-            fn components(&self) -> usize {
-                (**self).components()
-            }
-            fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
-                (**self).forward(hidden, dropout)
-            }
-            fn has_parameters(&self) -> bool {
-                (**self).has_parameters()
-            }
-            fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
-                (**self).draw(hidden, sampler)
-            }
-            fn frozen(&self) -> Result<Box<dyn Projection + '_>> {
-                (**self).frozen()
-            }
-        }
-    )*};
-}
-delegate_to_pointee!(Box<P>, Arc<P>, &P);

@@ -1,4 +1,4 @@
-//! A `Box`, an `Arc` and a reference of a head are heads: each method calls the head's method.
+//! Heads behind references and smart pointers, so that a model can share its head and choose it at run time.
 
 use std::sync::Arc;
 
@@ -6,6 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::mixture_layer::MixtureLayer;
 use super::output_layer::OutputLayer;
+use super::projection::Projection;
 use crate::backend::plan::Plan;
 use crate::decoding::{NextToken, Pruned, Sampler, TokenRequest, TopK};
 use crate::distributions::Distributions;
@@ -16,78 +17,62 @@ use crate::scores::policy::{PolicyBatch, PolicyOptions};
 use crate::scores::{ScoreOptions, Scores};
 use crate::tensors::dropout::DropoutMasks;
 
-/// Implements the traits of heads for references and smart pointers by forwarding each method to the head that they point
-/// to, so that a model can share its head and choose it at run time.
+/// Implements a trait for pointers by calling each of these methods of what they point to. It lists all methods of the
+/// trait, also those with a body, because a head may have its own.
 macro_rules! delegate_to_pointee {
-    ($($pointer:ty),*) => {$(
-        impl<T: OutputLayer + ?Sized> OutputLayer for $pointer {
-            fn hidden_size(&self) -> usize {
-                (**self).hidden_size()
-            }
-            fn vocab_size(&self) -> usize {
-                (**self).vocab_size()
-            }
-            fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-                (**self).loss(hidden, targets, options)
-            }
-            fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-                (**self).log_probs(hidden)
-            }
-            fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-                (**self).log_probs_as(hidden, dtype)
-            }
-            fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
-                (**self).log_prob(hidden, token_ids)
-            }
-            fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
-                (**self).policy_loss(hidden, batch, options)
-            }
-            fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-                (**self).distill(hidden, teacher, options)
-            }
-            fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
-                (**self).score(hidden, token_ids, options)
-            }
-            fn top_k(&self, hidden: &Tensor, k: usize) -> Result<TopK> {
-                (**self).top_k(hidden, k)
-            }
-            fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
-                (**self).argmax(hidden)
-            }
-            fn sample(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor> {
-                (**self).sample(hidden, sampler)
-            }
-            fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
-                (**self).next_tokens(hidden, requests)
-            }
-            fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
-                (**self).distributions(hidden, positions)
-            }
-            fn announce(&self, error: Error) -> Error {
-                (**self).announce(error)
-            }
-            fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
-                (**self).frozen()
-            }
+    (impl $trait:ident { $(fn $method:ident($($argument:ident: $type:ty),*) -> $result:ty;)* }) => {
+        delegate_to_pointee!(@ $trait, Box<T>, { $($method($($argument: $type),*) -> $result),* });
+        delegate_to_pointee!(@ $trait, Arc<T>, { $($method($($argument: $type),*) -> $result),* });
+        delegate_to_pointee!(@ $trait, &T, { $($method($($argument: $type),*) -> $result),* });
+    };
+    (@ $trait:ident, $pointer:ty, { $($method:ident($($argument:ident: $type:ty),*) -> $result:ty),* }) => {
+        impl<T: $trait + ?Sized> $trait for $pointer {
+            $(fn $method(&self, $($argument: $type),*) -> $result {
+                (**self).$method($($argument),*)
+            })*
         }
-
-        impl<T: MixtureLayer + ?Sized> MixtureLayer for $pointer {
-            fn components(&self) -> usize {
-                (**self).components()
-            }
-            fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
-                (**self).mixture(hidden, dropout)
-            }
-            fn plan(&self, hidden: &Tensor, options: &LossOptions) -> Result<Plan> {
-                (**self).plan(hidden, options)
-            }
-            fn prune(&self, hidden: &Tensor, mass: f64) -> Result<Pruned> {
-                (**self).prune(hidden, mass)
-            }
-            fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
-                (**self).frozen_mixture()
-            }
-        }
-    )*};
+    };
 }
-delegate_to_pointee!(Box<T>, Arc<T>, &T);
+
+delegate_to_pointee! {
+    impl OutputLayer {
+        fn hidden_size() -> usize;
+        fn vocab_size() -> usize;
+        fn loss(hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss>;
+        fn log_probs(hidden: &Tensor) -> Result<Tensor>;
+        fn log_probs_as(hidden: &Tensor, dtype: DType) -> Result<Tensor>;
+        fn log_prob(hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor>;
+        fn score(hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores>;
+        fn policy_loss(hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss>;
+        fn distill(hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss>;
+        fn top_k(hidden: &Tensor, k: usize) -> Result<TopK>;
+        fn argmax(hidden: &Tensor) -> Result<Tensor>;
+        fn sample(hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor>;
+        fn next_tokens(hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>>;
+        fn distributions(hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>>;
+        fn announce(error: Error) -> Error;
+        fn frozen() -> Result<Box<dyn OutputLayer + '_>>;
+    }
+}
+
+delegate_to_pointee! {
+    impl MixtureLayer {
+        fn components() -> usize;
+        fn mixture(hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture>;
+        fn plan(hidden: &Tensor, options: &LossOptions) -> Result<Plan>;
+        fn prune(hidden: &Tensor, mass: f64) -> Result<Pruned>;
+        fn frozen_mixture() -> Result<Box<dyn MixtureLayer + '_>>;
+    }
+}
+
+delegate_to_pointee! {
+    impl Projection {
+        fn hidden_size() -> usize;
+        fn context_dim() -> usize;
+        fn components() -> usize;
+        fn forward(hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)>;
+        fn has_parameters() -> bool;
+        fn draw(hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>>;
+        fn frozen() -> Result<Box<dyn Projection + '_>>;
+    }
+}

@@ -1,14 +1,14 @@
 //! Scores: log-probabilities of given token ids, the entropy and the mass of all other ids, with gradients.
 //!
 //! Begin with [`OutputLayer::score`](crate::OutputLayer::score), which takes [`ScoreOptions`] and returns [`Scores`].
-//! For a loss of your own, [`Mixture::score_loss`](crate::Mixture::score_loss) and
-//! [`Mixture::log_prob_loss`](crate::Mixture::log_prob_loss) take a function of [`ChunkScores`] or [`ChunkLogProbs`],
+//! For a loss of your own, [`Distributions::score_loss`](crate::Distributions::score_loss) and
+//! [`Distributions::log_prob_loss`](crate::Distributions::log_prob_loss) take a function of [`ChunkScores`] or [`ChunkLogProbs`],
 //! which returns its values and derivatives, [`ChunkTerms`], chunk by chunk:
 //!
 //! | | products with / without gradients |
 //! |---|---|
 //! | [`log_prob`](crate::OutputLayer::log_prob), [`score`](crate::OutputLayer::score) | 4 / 1: log-probabilities of one or several candidates, and the entropy, at a temperature |
-//! | [`score_loss`](crate::Mixture::score_loss), [`log_prob_loss`](crate::Mixture::log_prob_loss) | 3 / 1: a function of your own of the log-probabilities of some ids, the entropy and the mass of all others, or of the log-probabilities of all ids |
+//! | [`score_loss`](crate::Distributions::score_loss), [`log_prob_loss`](crate::Distributions::log_prob_loss) | 3 / 1: a function of your own of the log-probabilities of some ids, the entropy and the mass of all others, or of the log-probabilities of all ids |
 //! | [`log_probs`](crate::OutputLayer::log_probs) | 4 / 1, and a tensor of the vocabulary's size |
 //!
 //! Heads that are one mixture compute them chunk by chunk. Heads of two levels compute them from the log-probabilities of

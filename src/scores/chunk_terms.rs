@@ -17,7 +17,7 @@ use crate::loss::CountedPositions;
 /// # Examples
 ///
 /// The negative log-likelihood with a weight for each position, as the terms of
-/// [`Mixture::score_loss`](crate::Mixture::score_loss):
+/// [`Distributions::score_loss`](crate::Distributions::score_loss):
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -59,7 +59,7 @@ pub struct ChunkScores {
 /// # Examples
 ///
 /// The entropy `-sum_v P(v) log P(v)`, with the derivatives `-P(v) (log P(v) + 1)` by the log-probabilities, as the
-/// terms of [`Mixture::log_prob_loss`](crate::Mixture::log_prob_loss):
+/// terms of [`Distributions::log_prob_loss`](crate::Distributions::log_prob_loss):
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -17,7 +17,7 @@ pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
 pub(crate) use chunk_terms::{LogProbLoss, ScoreLoss};
 pub(crate) use composed::{are_argmax, compose_scores};
 
-/// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Mixture::score`](crate::Mixture::score).
+/// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Distributions::score`](crate::Distributions::score).
 ///
 /// # Examples
 ///

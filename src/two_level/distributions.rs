@@ -11,8 +11,8 @@ use crate::backend::operands::accumulation_dtype;
 use crate::decoding::{Sampler, TopK};
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
-use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
-use crate::loss::{Loss, LossOptions, OutputShape, Request};
+use crate::heads::{request_layer_methods, select_hidden, MixtureLayer, OutputLayer, RequestLayer};
+use crate::loss::{Loss, OutputShape, Request};
 use crate::tensors::checks::{check_product, leading};
 use crate::tensors::transfer::{select_positions, to_device};
 
@@ -25,17 +25,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
         self.vocab_size
     }
 
-    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.target_loss(hidden, targets, options)
-    }
-
-    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.log_probs_as(hidden, hidden.dtype())
-    }
-
-    fn log_probs_as(&self, hidden: &Tensor, dtype: DType) -> Result<Tensor> {
-        self.distributions(hidden, None)?.log_probs_as(dtype)
-    }
+    request_layer_methods!();
 
     fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
         Ok(Box::new(TwoLevelDistributions::new(self, select_hidden(hidden, positions)?)?))

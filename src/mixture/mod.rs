@@ -34,6 +34,7 @@ pub(crate) use distill::Distillation;
 pub use distill::{DistillOptions, MissingIds, Teacher};
 pub use linear_cross_entropy::linear_cross_entropy;
 use node::needs_grad;
+pub(crate) use sample::Sample;
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -98,21 +99,9 @@ impl Mixture {
     /// more than 2^40 elements, or there are more than 2^32 - 1 token ids.
     pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
         // The sizes are checked before the weight is copied.
-        check_shapes(contexts, weight)?;
+        let sizes = check_shapes(contexts, weight)?;
         let is_read_in_place = weight.is_contiguous() || weight.rank() == 2 && weight.t()?.is_contiguous();
         let weight = if is_read_in_place { weight.clone() } else { weight.contiguous()? };
-        Self::from_uncopied(contexts, log_priors, weight, bias)
-    }
-
-    /// Makes the mixture as [`Mixture::new`] does, but never copies the weight. If the layout of the weight is neither
-    /// that of a contiguous tensor nor that of its transpose, only a loss over a sample may read it.
-    pub(crate) fn from_uncopied(
-        contexts: &Tensor,
-        log_priors: Option<&Tensor>,
-        weight: Tensor,
-        bias: Option<&Tensor>,
-    ) -> Result<Self> {
-        let sizes = check_shapes(contexts, &weight)?;
         let Sizes { positions, components, context_dim, vocab } = sizes;
         let leading = &contexts.dims()[..contexts.rank() - 2];
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;

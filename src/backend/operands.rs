@@ -114,6 +114,22 @@ impl Operands {
         Ok(Operands { weight: Tensor::cat(&[&self.weight, adapter], 1)?, adapter: None, ..self.clone() })
     }
 
+    /// Computes logits by candle's operations, differentiably: `cap tanh(scale (products + bias) / cap)`, in the dtype of
+    /// the products of contexts and decoder. `bias`, if there is one, is that of the products' ids.
+    pub(crate) fn finish_logits(&self, products: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
+        let mut z = products;
+        if let Some(bias) = bias {
+            z = z.broadcast_add(&bias.to_dtype(z.dtype())?)?;
+        }
+        if self.logit_scale != 1.0 {
+            z = (z * self.logit_scale)?;
+        }
+        match self.softcap {
+            Some(cap) => Ok(((z / cap)?.tanh()? * cap)?),
+            None => Ok(z),
+        }
+    }
+
     /// Returns whether the mixture is a single softmax without a log-prior.
     pub(crate) fn is_single(&self) -> bool {
         self.sizes.components == 1 && self.log_priors.is_none()

@@ -65,31 +65,25 @@ impl<'a> Sample<'a> {
     /// Computes the loss of NCE at each position, `[positions]`, from operands whose vocabulary is the sample.
     pub(super) fn nce(&self, operands: &Operands) -> Result<Tensor> {
         let negatives = self.negatives;
-        let Operands { sizes, weight, bias, logit_scale, softcap, .. } = operands;
+        let Operands { sizes, weight, bias, .. } = operands;
         let &Sizes { positions, context_dim, .. } = sizes;
         let accumulation = accumulation_dtype("contexts", weight.dtype())?;
         let samples = negatives.token_ids().len();
-        let scale_and_bound = |z: Tensor| {
-            let z = (z * *logit_scale)?;
-            match softcap {
-                Some(cap) => (z / *cap)?.tanh()? * *cap,
-                None => Ok(z),
-            }
-        };
-        let contexts = operands.contexts.reshape((positions, context_dim))?.to_dtype(accumulation)?;
-        let mut logits = contexts.matmul(&weight.narrow(0, 0, samples)?.to_dtype(accumulation)?.t()?)?;
-        if let Some(bias) = bias {
-            logits = logits.broadcast_add(&bias.narrow(0, 0, samples)?)?;
-        }
+        let contexts = || operands.contexts.reshape((positions, context_dim))?.to_dtype(accumulation);
+        let first = |rows: &Tensor| rows.narrow(0, 0, samples);
+        let products = contexts()?.matmul(&first(weight)?.to_dtype(accumulation)?.t()?)?;
+        let logits = operands.finish_logits(products, bias.as_ref().map(first).transpose()?)?;
         let numbers = |values: &mut dyn Iterator<Item = f64>| vector(values, accumulation, weight.device());
         let log_expected = |id: usize| negatives.expected_count(id).ln();
         let shifts = numbers(&mut negatives.token_ids().iter().map(|&id| log_expected(id)))?;
         let repeats = numbers(&mut negatives.repeats().iter().map(|&repeats| repeats as f64))?;
-        let negative_terms = softplus(&scale_and_bound(logits)?.broadcast_sub(&shifts)?)?;
+        let negative_terms = softplus(&logits.broadcast_sub(&shifts)?)?;
         let negative_sums = negative_terms.broadcast_mul(&repeats)?.sum(D::Minus1)?;
-        let rows = own_rows(weight, &self.target_rows)?;
-        let own_logits = own_logits(&operands.contexts, &rows, bias.as_ref(), &self.target_rows)?;
-        let own_logits = scale_and_bound(own_logits.squeeze(1)?)?;
+        let target_rows = Tensor::new(self.target_rows.as_slice(), weight.device())?;
+        let own = |rows: &Tensor| rows.index_select(&target_rows, 0);
+        // The gradients of equal targets are summed in the accumulation dtype.
+        let products = (contexts()? * own(&weight.to_dtype(accumulation)?)?)?.sum(D::Minus1)?;
+        let own_logits = operands.finish_logits(products, bias.as_ref().map(own).transpose()?)?;
         let own_shifts = numbers(&mut self.targets.iter().map(|target| target.map_or(0.0, log_expected)))?;
         let own_logits = (own_logits - own_shifts)?;
         Ok((softplus(&own_logits.neg()?)? + negative_sums)?)
@@ -123,31 +117,6 @@ fn check_possible(targets: &[Option<usize>], negatives: &Negatives) -> Result<()
         }
         None => Ok(()),
     }
-}
-
-/// Gathers the targets' rows of the weight, `[positions, d]`, in the accumulation dtype, in which the gradients of
-/// equal targets are then summed.
-fn own_rows(weight: &Tensor, target_rows: &[u32]) -> Result<Tensor> {
-    let accumulation = accumulation_dtype("contexts", weight.dtype())?;
-    Ok(weight.to_dtype(accumulation)?.index_select(&Tensor::new(target_rows, weight.device())?, 0)?)
-}
-
-/// Computes the targets' logits `c . W[y] + b[y]`, `[positions, K]`, in the accumulation dtype. `weight_rows` are the
-/// targets' rows of the weight, and `target_rows` their places in the bias.
-fn own_logits(contexts: &Tensor, weight_rows: &Tensor, bias: Option<&Tensor>, target_rows: &[u32]) -> Result<Tensor> {
-    let contexts = contexts.to_dtype(weight_rows.dtype())?;
-    let products = match contexts.dim(1)? {
-        // With one component, a matrix product for each position would be slower.
-        1 => (contexts * weight_rows.unsqueeze(1)?)?.sum(2)?,
-        _ => contexts.matmul(&weight_rows.unsqueeze(2)?)?.squeeze(2)?,
-    };
-    Ok(match bias {
-        Some(bias) => {
-            let target_rows = Tensor::new(target_rows, bias.device())?;
-            products.broadcast_add(&bias.index_select(&target_rows, 0)?.unsqueeze(1)?)?
-        }
-        None => products,
-    })
 }
 
 /// Makes a vector of numbers in a dtype on a device.

@@ -13,6 +13,7 @@ mod sampler;
 mod sampling;
 mod shard_top_k;
 mod top_k;
+mod truncation;
 mod within;
 
 pub(crate) use log_probs::check_host_log_probs;

@@ -8,7 +8,6 @@ mod draw;
 mod noise;
 mod request;
 mod shard_choice;
-mod truncation;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;

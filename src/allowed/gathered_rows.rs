@@ -49,7 +49,7 @@ pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<(Te
     let (Sizes { positions, context_dim, .. }, columns) = (operands.sizes, operands.adapter_columns()?);
     let mut leaves = Vec::new();
     let contexts = operands.contexts.reshape((positions, context_dim))?;
-    let mut logits = match &operands.adapter {
+    let products = match &operands.adapter {
         None => list_products(&contexts, &operands.weight, lists, &mut leaves)?,
         Some(adapter) => {
             let context_columns = |from: usize, to: usize| contexts.narrow(1, from, to - from)?.contiguous();
@@ -59,17 +59,12 @@ pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<(Te
             (weight_products + list_products(&adapter_contexts, adapter, lists, &mut leaves)?)?
         }
     };
-    if let Some(bias) = &operands.bias {
-        let ids = Tensor::from_vec(lists.padded(), logits.elem_count(), bias.device())?;
-        logits = (&logits + bias.index_select(&ids, 0)?.reshape(logits.shape())?)?;
-    }
-    if operands.logit_scale != 1.0 {
-        logits = (logits * operands.logit_scale)?;
-    }
-    if let Some(cap) = operands.softcap {
-        logits = ((logits / cap)?.tanh()? * cap)?;
-    }
-    Ok((logits, leaves))
+    let list_bias = |bias: &Tensor| {
+        let ids = Tensor::from_vec(lists.padded(), products.elem_count(), bias.device())?;
+        bias.index_select(&ids, 0)?.reshape(products.shape())
+    };
+    let bias = operands.bias.as_ref().map(list_bias).transpose()?;
+    Ok((operands.finish_logits(products, bias)?, leaves))
 }
 
 /// Computes the products of each position's context with the rows of its list, `[positions, longest]`, as a node of the

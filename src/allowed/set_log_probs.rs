@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Tensor, D};
+use candle_core::Tensor;
 
 use super::gathered_rows::{gathered_softmax, is_single, list_logits};
 use crate::backend::operands::{accumulation_dtype, Sizes};
@@ -13,6 +13,7 @@ use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;
 use crate::tensors::autograd::Leaf;
 use crate::tensors::id_lists::{IdLists, Restriction};
+use crate::tensors::log_softmax::log_softmax;
 use crate::tensors::transfer;
 
 /// The largest number of allowed ids at a position for which a mixture of several softmaxes computes their
@@ -176,6 +177,5 @@ fn masked_log_softmax(rows: &Tensor, mask: Option<Vec<u8>>) -> Result<Tensor> {
         }
         None => rows.clone(),
     };
-    let relative = masked.broadcast_sub(&masked.detach().max_keepdim(D::Minus1)?)?;
-    Ok(relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?)
+    log_softmax(&masked)
 }

@@ -2,9 +2,9 @@
 //! from candle's operations, which serves GPUs. The CPU has its own (`cpu/objective/divergence.rs`).
 
 use candle_core::{DType, Tensor, D};
-use candle_nn::ops::log_softmax;
 
 use crate::error::Result;
+use crate::tensors::log_softmax::tempered;
 
 /// How far a student's distribution Q is from a teacher's T, in nats.
 ///
@@ -52,14 +52,11 @@ pub(crate) struct DivergenceTerms {
 /// scales.
 pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
     let &DivergenceTerms { divergence, temperature, ref scales } = terms;
-    let is_tempered = temperature != 1.0;
-    let tempered =
-        |log_p: &Tensor| if is_tempered { log_softmax(&(log_p / temperature)?, D::Minus1) } else { Ok(log_p.clone()) };
-    let (log_q, log_t) = (tempered(log_probs)?, tempered(log_teacher)?);
+    let (log_q, log_t) = (tempered(log_probs, temperature)?, tempered(log_teacher, temperature)?);
     let q = log_q.exp()?;
     let (terms, slopes) = terms_of(divergence, &log_t, &log_q, &q)?;
     let scales = scales.unsqueeze(1)?;
-    let derivatives = if is_tempered {
+    let derivatives = if temperature != 1.0 {
         let normalisation = q.broadcast_mul(&slopes.sum_keepdim(D::Minus1)?)?;
         (slopes - normalisation)?.broadcast_mul(&(scales / temperature)?)?
     } else {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
+use crate::tensors::id_lists::matrix_rows;
 
 /// The precision of matrix products: of a loss ([`LossOptions::with_precision`](crate::LossOptions::with_precision)), or
 /// of all results of a mixture ([`Mixture::with_precision`](crate::Mixture::with_precision)). All sums, exponentials,
@@ -93,6 +94,40 @@ impl Operands {
             log_priors: self.log_priors.as_ref().map(narrow).transpose()?,
             ..self.clone()
         })
+    }
+
+    /// Returns the operands whose vocabulary is these ids `[n]`: the decoder's rows are copied, differentiably.
+    pub(crate) fn select_ids(&self, ids: &Tensor) -> Result<Self> {
+        let bias = self.bias.as_ref().map(|bias| bias.index_select(ids, 0)).transpose()?;
+        Ok(Operands {
+            sizes: Sizes { vocab: ids.elem_count(), ..self.sizes },
+            weight: matrix_rows(&self.weight, ids)?,
+            adapter: self.adapter.as_ref().map(|adapter| matrix_rows(adapter, ids)).transpose()?,
+            bias,
+            ..self.clone()
+        })
+    }
+
+    /// Returns the operands with the adapter's columns copied into the weight, where the decoder has few rows.
+    pub(crate) fn join_adapter(&self) -> Result<Self> {
+        let Some(adapter) = &self.adapter else { return Ok(self.clone()) };
+        Ok(Operands { weight: Tensor::cat(&[&self.weight, adapter], 1)?, adapter: None, ..self.clone() })
+    }
+
+    /// Computes logits by candle's operations, differentiably: `cap tanh(scale (products + bias) / cap)`, in the dtype of
+    /// the products of contexts and decoder. `bias`, if there is one, is that of the products' ids.
+    pub(crate) fn finish_logits(&self, products: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
+        let mut z = products;
+        if let Some(bias) = bias {
+            z = z.broadcast_add(&bias.to_dtype(z.dtype())?)?;
+        }
+        if self.logit_scale != 1.0 {
+            z = (z * self.logit_scale)?;
+        }
+        match self.softcap {
+            Some(cap) => Ok(((z / cap)?.tanh()? * cap)?),
+            None => Ok(z),
+        }
     }
 
     /// Returns whether the mixture is a single softmax without a log-prior.

@@ -209,6 +209,11 @@ impl LowRankAdapter {
         LowRankAdapter { a: self.a.detach(), b: self.b.detach(), scale: self.scale }
     }
 
+    /// Returns the adapter of a decoder whose vocabulary is these ids `[n]`.
+    pub(super) fn select_ids(&self, ids: &Tensor) -> Result<Self> {
+        Ok(LowRankAdapter { b: self.b.contiguous()?.index_select(ids, 0)?, ..self.clone() })
+    }
+
     /// Checks that the adapter is for a weight of this shape.
     pub(super) fn check_shape(&self, vocab_size: usize, context_dim: usize) -> Result<()> {
         if [self.vocab_size(), self.context_dim()] == [vocab_size, context_dim] {

@@ -12,7 +12,7 @@ use candle_nn::{Embedding, Init, VarBuilder};
 
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, Request};
-use crate::mixture::Mixture;
+use crate::mixture::{Mixture, Sample};
 use crate::tensors::checks::{
     check_alike, check_device, check_elements, check_float, check_hidden, check_logits, check_product, check_sizes,
     check_vocab,
@@ -314,11 +314,7 @@ impl Decoder {
     ///
     /// The errors of [`Mixture::new`].
     pub fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
-        self.complete(Mixture::new(contexts, log_priors, &self.weight()?, self.bias.as_ref())?)
-    }
-
-    /// Adds the scale, the softcap and the adapter to a mixture under the weight and the bias.
-    fn complete(&self, mixture: Mixture) -> Result<Mixture> {
+        let mixture = Mixture::new(contexts, log_priors, &self.weight()?, self.bias.as_ref())?;
         let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
         match &self.adapter {
             Some(adapter) => mixture.with_adapter(adapter.b(), |contexts| adapter.contexts(contexts)),
@@ -329,19 +325,24 @@ impl Decoder {
     /// Computes the loss of the mixture of these contexts, which are masked at ignored positions. If rows are computed
     /// from spellings, a sampled loss computes only the rows of its sample and of the targets.
     pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
-        let is_sampled = request.options.sampled_step().is_some() && request.targets.elem_count() > 0;
-        let (WeightRows::Computed(cnn), true) = (&self.rows, is_sampled) else {
-            return self.mixture(contexts, log_priors)?.loss_from_request(request);
-        };
-        if request.options.decoder_rows {
-            let head = "a decoder whose rows are computed";
-            return Err(Error::Unsupported { option: OptionName::DecoderRows, head });
+        if let WeightRows::Computed(cnn) = &self.rows {
+            if let Some(sample) = Sample::new(contexts, self.vocab_size(), self.softcap, request)? {
+                if request.options.decoder_rows {
+                    let head = "a decoder whose rows are computed";
+                    return Err(Error::Unsupported { option: OptionName::DecoderRows, head });
+                }
+                let decoder = self.select_ids(cnn.rows_of(&sample.token_ids)?, &sample.token_ids)?;
+                return decoder.mixture(contexts, log_priors)?.loss_over_sample(&sample, request);
+            }
         }
-        // The sampled loss does not read this weight, only its shape.
-        let unread = Tensor::zeros((1, 1), cnn.parameter().dtype(), cnn.parameter().device())?
-            .broadcast_as((self.vocab_size(), self.context_dim()))?;
-        let mixture = self.complete(Mixture::from_uncopied(contexts, log_priors, unread, self.bias.as_ref())?)?;
-        mixture.sampled_loss(|ids| cnn.rows_of(ids), request)
+        self.mixture(contexts, log_priors)?.loss_from_request(request)
+    }
+
+    /// Returns the decoder whose vocabulary is these ids `[n]`, to which these rows belong.
+    fn select_ids(&self, rows: Tensor, ids: &Tensor) -> Result<Self> {
+        let adapter = self.adapter.as_ref().map(|adapter| adapter.select_ids(ids)).transpose()?;
+        let bias = self.bias.as_ref().map(|bias| bias.contiguous()?.index_select(ids, 0)).transpose()?;
+        Ok(Decoder { rows: WeightRows::Matrix(rows), adapter, bias, ..self.clone() })
     }
 
     /// Returns the decoder with weight and bias as constants; rows from spellings are computed here. An adapter remains

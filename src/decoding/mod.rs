@@ -12,6 +12,7 @@ mod pruning;
 mod sampler;
 mod sampling;
 mod top_k;
+mod truncation;
 mod within;
 
 pub(crate) use log_probs::check_host_log_probs;

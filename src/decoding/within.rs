@@ -12,6 +12,7 @@ use crate::backend::ranking::TopKQuery;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::tensors::id_lists::Restriction;
+use crate::tensors::log_softmax::log_sum_exp;
 use crate::tensors::transfer;
 
 /// A query of each position's distribution over its allowed ids. The ids of its answer are places among these.
@@ -31,12 +32,10 @@ impl<V: Visit> Visit for RestrictedQuery<'_, V> {
             let tile = distribution.tile(ids[0] as usize / TILE, F::neg_infinity(), &mut buffer);
             log_probs.extend(ids.iter().map(|&id| tile[id as usize % TILE]));
         }
-        let largest = log_probs.iter().fold(f64::NEG_INFINITY, |largest, x| largest.max(x.f64()));
-        if largest == f64::NEG_INFINITY {
+        let log_mass = log_sum_exp(log_probs.iter().map(|x| x.f64()), 1.0);
+        if log_mass == f64::NEG_INFINITY {
             return Err(Error::Impossible { position });
         }
-        let sum: f64 = log_probs.iter().map(|x| (x.f64() - largest).exp()).sum();
-        let log_mass = largest + sum.ln();
         log_probs.iter_mut().for_each(|x| *x = <F as candle_core::WithDType>::from_f64(x.f64() - log_mass));
         self.query.visit(position, &Computed::new(&log_probs))
     }

@@ -53,15 +53,6 @@ impl Mixture {
             let contexts = contexts.narrow(1, adapter_columns.start, adapter_columns.len())?.contiguous()?;
             z = (z + contexts.matmul(&adapter.t()?)?)?;
         }
-        if let Some(bias) = &operands.bias {
-            z = z.broadcast_add(&bias.to_dtype(z.dtype())?)?;
-        }
-        if operands.logit_scale != 1.0 {
-            z = (z * operands.logit_scale)?;
-        }
-        if let Some(cap) = operands.softcap {
-            z = ((z / cap)?.tanh()? * cap)?;
-        }
-        Ok(z.reshape(shape)?)
+        Ok(operands.finish_logits(z, operands.bias.clone())?.reshape(shape)?)
     }
 }

@@ -1,6 +1,6 @@
 //! The loss of a mixture: over all ids by the fused operation, or over a sample of the vocabulary.
 
-use candle_core::{Tensor, TensorId};
+use candle_core::Tensor;
 
 use super::node::{self, needs_grad, KnownGradients};
 use super::sample::Sample;
@@ -13,9 +13,8 @@ use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
 use crate::backend::task::Task;
 use crate::error::{Error, OptionName, Result};
-use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, UncheckedTargets};
-use crate::tensors::autograd::variable_ids;
-use crate::tensors::id_lists::matrix_rows;
+use crate::loss::{DecoderRows, Loss, LossOptions, Reduction, Request, SampledLoss, UncheckedTargets};
+use crate::tensors::autograd::{into_variable, variable_ids};
 
 impl Mixture {
     /// Sets the contexts of ignored positions to zero if [`Request::needs_mask`] says so.
@@ -30,25 +29,26 @@ impl Mixture {
         Ok(self.with_operands(Operands { contexts, ..self.operands.clone() }))
     }
 
-    /// Computes the loss from a checked request. The contexts must be masked at ignored positions, see
-    /// [`Request::mask`].
+    /// Computes the loss from a checked request: over a sample if it is one of a step over a sample, or else over all
+    /// ids. The contexts must be masked at ignored positions, see [`Request::mask`].
     pub(crate) fn loss_from_request(&self, request: &Request) -> Result<Loss> {
-        if request.options.sampled_step().is_some() {
-            return self.sampled_loss(|ids| matrix_rows(&self.operands.weight, ids), request);
+        let Operands { sizes, contexts, softcap, .. } = &self.operands;
+        match Sample::new(contexts, sizes.vocab, *softcap, request)? {
+            Some(sample) => self.sampled_loss(&sample, request),
+            None => self.exact_loss(request),
         }
-        let loss = self.exact_loss(request)?;
+    }
+
+    /// Computes the loss over all ids.
+    fn exact_loss(&self, request: &Request) -> Result<Loss> {
+        let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
+        let loss = self.fused_loss(request.target_loss(dtype)?, request)?;
         let unchecked = (!request.targets.device().is_cpu()).then(|| UncheckedTargets {
             targets: request.targets.clone(),
             ignore_index: request.options.positions.ignore_index,
             vocab_size: self.operands.sizes.vocab,
         });
         Ok(Loss { unchecked, ..loss })
-    }
-
-    /// Computes the loss over all ids, which an evaluation of a sampled loss has too.
-    fn exact_loss(&self, request: &Request) -> Result<Loss> {
-        let dtype = accumulation_dtype("contexts", self.operands.contexts.dtype())?;
-        self.fused_loss(request.target_loss(dtype)?, request)
     }
 
     /// Computes the loss by the fused operation, with gradients if the options ask for them, as a node of the graph.
@@ -113,53 +113,35 @@ impl Mixture {
         }
     }
 
-    /// Computes the loss of a training step over a sample of the vocabulary. The contexts must be masked at ignored
-    /// positions. `rows` returns the weight's rows of some ids `[n]`.
-    pub(crate) fn sampled_loss(&self, rows: impl Fn(&Tensor) -> Result<Tensor>, request: &Request) -> Result<Loss> {
-        let Some(sampled) = request.options.sampled_step() else { return self.loss_from_request(request) };
-        self.check_sampled(sampled, request)?;
+    /// Computes the loss over a sample from the decoder's rows of its ids, which are variables if the options say so.
+    fn sampled_loss(&self, sample: &Sample, request: &Request) -> Result<Loss> {
         if request.options.decoder_rows && self.operands.adapter.is_some() {
             return Err(Error::Unsupported { option: OptionName::DecoderRows, head: "a decoder with an adapter" });
         }
-        if request.targets.elem_count() == 0 {
-            return self.exact_loss(request);
+        let operands = self.operands.select_ids(&sample.token_ids)?;
+        if !request.options.decoder_rows {
+            return self.with_operands(operands).loss_over_sample(sample, request);
         }
-        let (SampledLoss::Softmax(negatives) | SampledLoss::Nce(negatives)) = sampled;
-        let sample = Sample::new(&self.operands, rows, negatives, request)?;
-        let loss = match sampled {
-            SampledLoss::Softmax(_) => {
-                let (operands, objective) = sampled_softmax::operands_and_loss(&sample, request)?;
-                self.with_operands(operands).fused_loss(objective, request)?
-            }
-            SampledLoss::Nce(_) => request.loss_from_nll(&sample.nce()?.reshape(self.leading.as_slice())?)?,
-        };
-        Ok(Loss { decoder_rows: sample.decoder_rows, spared: self.spared(request.options), ..loss })
-    }
-
-    /// Returns the variables of the decoder, if a sampled loss has the gradients of the rows that it reads instead.
-    fn spared(&self, options: &LossOptions) -> Vec<TensorId> {
+        let weight = into_variable(operands.weight.detach())?;
+        let bias = operands.bias.as_ref().map(|bias| into_variable(bias.detach())).transpose()?;
+        let variables = Operands { weight: weight.as_tensor().clone(), bias: bias.as_deref().cloned(), ..operands };
+        let loss = self.with_operands(variables).loss_over_sample(sample, request)?;
+        let decoder_rows = Some(DecoderRows { token_ids: sample.token_ids.clone(), weight, bias });
         let decoder = [Some(&self.operands.weight), self.operands.bias.as_ref()];
-        decoder.into_iter().flatten().filter(|_| options.decoder_rows).flat_map(variable_ids).collect()
+        // These variables need no gradient, because the rows have it.
+        let spared = decoder.into_iter().flatten().flat_map(variable_ids).collect();
+        Ok(Loss { decoder_rows, spared, ..loss })
     }
 
-    /// Returns an error if the options, or the mixture itself, are not supported by the loss over a sample.
-    fn check_sampled(&self, sampled: &SampledLoss, request: &Request) -> Result<()> {
-        match sampled {
+    /// Computes the loss over a sample, whose ids are the whole vocabulary of this mixture.
+    pub(crate) fn loss_over_sample(&self, sample: &Sample, request: &Request) -> Result<Loss> {
+        let operands = self.operands.join_adapter()?;
+        match sample.loss {
             SampledLoss::Softmax(_) => {
-                let head = "the sampled softmax";
-                request.check_support(head, &[OptionName::SampledSoftmax, OptionName::DecoderRows])?;
-                match self.operands.softcap {
-                    Some(_) => Err(Error::Unsupported { option: OptionName::Softcap, head }),
-                    None => Ok(()),
-                }
+                let (operands, objective) = sampled_softmax::operands_and_loss(operands, sample, request)?;
+                self.with_operands(operands).fused_loss(objective, request)
             }
-            SampledLoss::Nce(_) => {
-                request.check_support("NCE", &[OptionName::Nce, OptionName::DecoderRows])?;
-                match self.operands.sizes.components {
-                    1 => Ok(()),
-                    _ => Err(Error::Unsupported { option: OptionName::Nce, head: "a mixture of several softmaxes" }),
-                }
-            }
+            SampledLoss::Nce(_) => request.loss_from_nll(&sample.nce(&operands)?.reshape(self.leading.as_slice())?),
         }
     }
 

@@ -22,6 +22,7 @@ use crate::tensors::checks::{check_alike, check_device, check_elements, check_lo
 use crate::tensors::transfer;
 pub(crate) use distill::{DistillLoss, Distillation};
 pub use distill::{DistillOptions, MissingIds, Teacher};
+pub(crate) use sample::Sample;
 
 /// A mixture of K softmaxes over one decoder at each position: the operation that every
 /// [`MixtureLayer`](crate::MixtureLayer) reduces to.
@@ -86,21 +87,9 @@ impl Mixture {
     /// more than 2^40 elements, or there are more than 2^32 - 1 token ids.
     pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
         // The sizes are checked before the weight is copied.
-        check_shapes(contexts, weight)?;
+        let sizes = check_shapes(contexts, weight)?;
         let is_read_in_place = weight.is_contiguous() || weight.rank() == 2 && weight.t()?.is_contiguous();
         let weight = if is_read_in_place { weight.clone() } else { weight.contiguous()? };
-        Self::from_uncopied(contexts, log_priors, weight, bias)
-    }
-
-    /// Makes the mixture as [`Mixture::new`] does, but never copies the weight. If the layout of the weight is neither
-    /// that of a contiguous tensor nor that of its transpose, only a loss over a sample may read it.
-    pub(crate) fn from_uncopied(
-        contexts: &Tensor,
-        log_priors: Option<&Tensor>,
-        weight: Tensor,
-        bias: Option<&Tensor>,
-    ) -> Result<Self> {
-        let sizes = check_shapes(contexts, &weight)?;
         let Sizes { positions, components, context_dim, vocab } = sizes;
         let leading = &contexts.dims()[..contexts.rank() - 2];
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;

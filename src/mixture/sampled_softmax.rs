@@ -19,9 +19,13 @@ use crate::loss::{Negatives, Request};
 /// The target of an ignored position.
 const IGNORED: i64 = -1;
 
-/// Makes the operands and the objective of the fused loss over the sample.
-pub(super) fn operands_and_loss(sample: &Sample, request: &Request) -> Result<(Operands, TargetLoss)> {
-    let Sample { operands, negatives, targets, target_rows, .. } = sample;
+/// Makes the operands and the objective of the fused loss from operands whose vocabulary is the sample.
+pub(super) fn operands_and_loss(
+    operands: Operands,
+    sample: &Sample,
+    request: &Request,
+) -> Result<(Operands, TargetLoss)> {
+    let Sample { negatives, targets, target_rows, .. } = sample;
     let accumulation = accumulation_dtype("contexts", operands.weight.dtype())?;
     let numbers = |values: Vec<f64>| vector(values.into_iter(), accumulation, operands.weight.device());
 
@@ -56,7 +60,7 @@ pub(super) fn operands_and_loss(sample: &Sample, request: &Request) -> Result<(O
         own_shifts: Some(numbers(own_shifts)?),
     };
     let sizes = sizes(operands.sizes, negatives);
-    Ok((Operands { sizes, bias: Some(bias), ..operands.clone() }, loss))
+    Ok((Operands { sizes, bias: Some(bias), ..operands }, loss))
 }
 
 /// Returns the sizes of the fused loss over the sample.

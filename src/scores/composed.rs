@@ -5,6 +5,7 @@ use candle_core::{DType, Tensor, D};
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
+use crate::tensors::log_softmax::tempered;
 
 /// Computes the scores `[positions, n + 2]` of the distributions `[positions, vocab]`: the log-probabilities of `n`
 /// ids, the entropy, and the logarithm of the mass outside the ids. Reading the ids waits for the device; one that is
@@ -14,13 +15,11 @@ pub(crate) fn compose_scores(log_probs: &Tensor, scored: &Scored) -> Result<Tens
     let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let (positions, vocab) = log_probs.dims2()?;
     let n = token_ids.dim(1)?;
-    let mut log_probs = log_probs.to_dtype(dtype)?;
+    let log_probs = log_probs.to_dtype(dtype)?;
     if positions == 0 {
         return Ok(Tensor::zeros((0, n + POSITION_SCORES), dtype, log_probs.device())?);
     }
-    if temperature != 1.0 {
-        log_probs = tempered(&log_probs, temperature)?;
-    }
+    let log_probs = tempered(&log_probs, temperature)?;
     let ids: Vec<usize> = match n {
         0 => Vec::new(),
         _ => read_ids("token_ids", token_ids, None, vocab)?.into_iter().flatten().collect(),
@@ -34,14 +33,6 @@ pub(crate) fn compose_scores(log_probs: &Tensor, scored: &Scored) -> Result<Tens
     columns.push(if needs_entropy { entropies(&log_probs)? } else { zeros()? });
     columns.push(if needs_outside { log_masses_outside(&log_probs, &ids)? } else { zeros()? });
     Ok(Tensor::cat(&columns, 1)?)
-}
-
-/// Divides the log-probabilities `[positions, vocab]` by the temperature, and renormalises them.
-fn tempered(log_probs: &Tensor, temperature: f64) -> Result<Tensor> {
-    let tempered = (log_probs / temperature)?;
-    let largest = tempered.max_keepdim(D::Minus1)?.detach();
-    let relative = tempered.broadcast_sub(&largest)?;
-    Ok(relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?)
 }
 
 /// Computes the entropy of each distribution `[positions, vocab]`, `[positions, 1]`.

@@ -5,7 +5,6 @@ use candle_core::{DType, Tensor, D};
 
 use crate::backend::operands::Operands;
 use crate::error::Result;
-use crate::tensors::id_lists::matrix_rows;
 
 /// Computes the log-sum-exp of each position's logits; none for several softmaxes.
 pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Result<Vec<f32>> {
@@ -16,18 +15,8 @@ pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Resu
     let ids: Vec<u32> = log_probs.iter().map(argmax).collect();
     let largest = log_probs.iter().zip(&ids).map(|(row, &id)| row[id as usize]);
     let id_tensor = Tensor::new(ids.as_slice(), operands.contexts.device())?;
-    let mut rows = matrix_rows(&operands.weight, &id_tensor)?;
-    if let Some(adapter) = &operands.adapter {
-        rows = Tensor::cat(&[rows, matrix_rows(adapter, &id_tensor)?], 1)?;
-    }
-    let contexts = operands.contexts.squeeze(1)?.to_dtype(DType::F32)?;
-    let mut z = (contexts * rows.to_dtype(DType::F32)?)?.sum(D::Minus1)?;
-    if let Some(bias) = &operands.bias {
-        z = (z + bias.index_select(&id_tensor, 0)?)?;
-    }
-    z = (z * operands.logit_scale)?;
-    if let Some(cap) = operands.softcap {
-        z = ((z / cap)?.tanh()? * cap)?;
-    }
+    let Operands { contexts, weight, bias, .. } = operands.select_ids(&id_tensor)?.join_adapter()?;
+    let contexts = contexts.squeeze(1)?.to_dtype(DType::F32)?;
+    let z = operands.finish_logits((contexts * weight.to_dtype(DType::F32)?)?.sum(D::Minus1)?, bias)?;
     Ok(z.to_vec1::<f32>()?.iter().zip(largest).map(|(z, log_p)| z - log_p).collect())
 }

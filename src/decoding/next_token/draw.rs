@@ -4,10 +4,9 @@
 use rayon::prelude::*;
 
 use super::noise::Noise;
-use super::truncation::find_threshold;
 use crate::backend::distribution::{Computed, TILE};
 use crate::backend::ranking::top_k;
-use crate::decoding::multinomial::{rank_truncation, TileMasses};
+use crate::decoding::truncation::{TileMasses, Truncation};
 use crate::decoding::Sampling;
 
 /// A token id, and its log-probability under the distribution that it was drawn from.
@@ -23,30 +22,21 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     if temperature == 0.0 {
         return top_k(&Computed::new(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
     }
+    let largest = z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max);
+    let truncation = if sampling.is_truncated() { Some(Truncation::new(z, largest, sampling)?) } else { None };
+    let is_left = |z, id| truncation.as_ref().is_none_or(|truncation| truncation.leaves(z, id));
     // Differences from the largest logit: a small temperature makes quotients of the logits themselves infinite, or so
     // large that the noise, which decides among equals, is lost in them.
-    let relative = |z: f64, largest: f64| (z - largest) / temperature;
-    if sampling.top_k.is_some() {
-        let truncation = rank_truncation(&Computed::new(z), sampling)?;
-        let largest = truncation.ids.first()?.0;
-        let ids = truncation.ids.iter().map(|&(z, id)| (relative(z, largest), id));
-        let (_, id) = ids.fold(None, |leader, (z, id)| larger_with_noise(leader, z, id, noise))?;
-        let place = truncation.ids.iter().position(|ranked| ranked.1 == id)?;
-        let total = truncation.masses.iter().sum::<f64>();
-        return Some(Drawn { id, log_prob: (truncation.masses[place] / total).ln() });
-    }
-    let threshold = sampling.is_truncated().then(|| find_threshold(z, sampling));
-    let largest = z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max);
-    let is_possible = |z, id| threshold.as_ref().is_none_or(|threshold| threshold.admits(z, id));
+    let relative = |z: f64| (z - largest) / temperature;
     let draw_from_tile = |(tile, z): (usize, &[f64])| {
-        let ids = ((tile * TILE) as u32..).zip(z).filter(|&(id, &z)| is_possible(z, id));
-        ids.fold(None, |leader, (id, &z)| larger_with_noise(leader, relative(z, largest), id, noise))
+        let ids = ((tile * TILE) as u32..).zip(z).filter(|&(id, &z)| is_left(z, id));
+        ids.fold(None, |leader, (id, &z)| larger_with_noise(leader, relative(z), id, noise))
     };
     let tile_draws: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(draw_from_tile).collect();
     let (_, id) = tile_draws.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a })?;
     let drawn_z = z[id as usize];
-    let log_prob = match threshold {
-        Some(threshold) => threshold.log_prob(drawn_z),
+    let log_prob = match truncation {
+        Some(truncation) => truncation.log_prob(drawn_z),
         None if are_log_probs && temperature == 1.0 => drawn_z,
         None => TileMasses::new(&Computed::new(z), temperature).tempered_log_prob(drawn_z),
     };

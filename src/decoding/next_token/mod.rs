@@ -7,7 +7,6 @@ mod constraints;
 mod draw;
 mod noise;
 mod request;
-mod truncation;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::loss::{CountedPositions, OutputShape};
 use crate::scores::ScoreOptions;
 use crate::tensors::checks::{check_float, check_sizes, check_targets, max_log_prob, LOG_PROBS};
+use crate::tensors::log_softmax::log_sum_exp;
 use crate::tensors::transfer;
 
 /// The least probability of all missing ids together, with [`MissingIds::Tail`].
@@ -123,10 +124,7 @@ impl HostLists {
 
     /// Applies a temperature to the log-probabilities, and renormalises them over each list.
     fn renormalized(&self, temperature: f64) -> Vec<f64> {
-        let norms = self.known().map(|log_probs| {
-            let largest = log_probs.clone().fold(f64::NEG_INFINITY, f64::max);
-            largest / temperature + log_probs.map(|x| ((x - largest) / temperature).exp()).sum::<f64>().ln()
-        });
+        let norms = self.known().map(|log_probs| log_sum_exp(log_probs, temperature));
         let lists = self.log_probs.chunks_exact(self.n).zip(norms);
         lists.flat_map(|(list, norm)| list.iter().map(move |x| x / temperature - norm)).collect()
     }

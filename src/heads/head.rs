@@ -5,8 +5,9 @@ use candle_core::Tensor;
 use candle_nn::{Embedding, VarBuilder};
 
 use super::mixture_layer::MixtureLayer;
-use super::output_layer::{request_layer_methods, select_hidden, OutputLayer, RequestLayer};
+use super::output_layer::OutputLayer;
 use super::projection::{Configured, Projection};
+use super::request_layer::{request_layer_methods, select_hidden, RequestLayer};
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::Sampler;
 use crate::distributions::Distributions;

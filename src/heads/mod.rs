@@ -12,6 +12,7 @@ mod mixed_contexts;
 mod mixture_layer;
 mod output_layer;
 mod projection;
+mod request_layer;
 mod smart_pointers;
 
 pub use beam_search::{BeamSearch, Hypothesis};
@@ -22,5 +23,5 @@ pub use identity::{Identity, SoftmaxConfig, SoftmaxHead};
 pub use mixed_contexts::{MixedContexts, MixtureOfContexts};
 pub use mixture_layer::MixtureLayer;
 pub use output_layer::OutputLayer;
-pub(crate) use output_layer::{request_layer_methods, select_hidden, RequestLayer};
 pub use projection::{Configured, Projection};
+pub(crate) use request_layer::{request_layer_methods, select_hidden, RequestLayer};

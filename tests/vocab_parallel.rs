@@ -15,6 +15,8 @@ use candle_core::{DType, Device, DeviceLocation, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::compare::{assert_close, Tolerance};
 use common::devices;
+use mos_head::decode::{Sampler, Sampling};
+use mos_head::distill::{DistillOptions, Teacher};
 use mos_head::distributed::{Collectives, Numbers, VocabParallel, VocabShard};
 use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 use mos_head::sampled::NoiseDistribution;
@@ -397,6 +399,28 @@ fn what_scores_of_several_ranks_lack_is_named_on_every_rank() -> Result<()> {
     ] {
         assert_eq!(found, [format!("{option}: {head}"), format!("{option}: {head}")]);
     }
+    // Results that need the log-probabilities of all ids.
+    let teacher = Teacher::from_log_probs(&Tensor::full(-50f32.ln(), (3, 50), &Device::Cpu)?);
+    type Call<'a> = &'a (dyn Fn(&dyn OutputLayer, &Tensor) -> Result<()> + Sync);
+    let calls: [(&str, Call); 3] = [
+        ("log_probs", &|head, hidden| head.log_probs(hidden).map(|_| ())),
+        ("sample", &|head, hidden| head.sample(hidden, &mut Sampler::new(Sampling::new(), 1)?).map(|_| ())),
+        ("distill", &|head, hidden| head.distill(hidden, &teacher, &DistillOptions::default()).map(|_| ())),
+    ];
+    for (option, call) in calls {
+        let found = messages(&|head, _| call(head, &hidden));
+        assert_eq!(found, [format!("{option}: {head}"), format!("{option}: {head}")]);
+        // No rank waits for one that has hidden states of another size.
+        let found = messages(&|head, rank| call(head, &hidden.narrow(1, 0, hidden.dim(1)? - rank)?));
+        assert_eq!(found[0], format!("{option}: {head}"));
+        assert!(found[1].starts_with("hidden: expected"), "{found:?}");
+    }
+    let found = messages(&|head, rank| {
+        let ids = ids([0, 49, 17])?.narrow(0, 0, 3 - rank)?;
+        head.score(&hidden, &ids, &ScoreOptions::new()).map(|_| ())
+    });
+    assert!(found[0].contains("expected the same on every rank"), "{found:?}");
+    assert!(found[1].starts_with("token_ids: expected"), "{found:?}");
     // An id outside on one rank alone.
     let found = messages(&|head, rank| head.log_prob(&hidden, &ids([0, 49, 17 + 50 * rank as u32])?).map(|_| ()));
     assert!(found[0].contains("expected the same on every rank"), "{found:?}");

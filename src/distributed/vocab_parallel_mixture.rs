@@ -12,7 +12,7 @@ use crate::decoding::{AllLogProbsQuery, NextToken, NextTokenQuery, Sampler, Toke
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, OutputShape, Reduction, Request};
-use crate::mixture::{DistillOptions, Mixture, Teacher};
+use crate::mixture::{Distillation, Mixture};
 use crate::scores::{candidate_count, LogProbLoss, ScoreOptions, Scores};
 
 /// The distributions over a whole vocabulary, of which the decoder of a mixture has the rows of one rank's shard, from
@@ -71,6 +71,14 @@ impl Mixture {
     }
 }
 
+impl VocabParallelMixture {
+    /// Returns the error for a result that needs the log-probabilities of all ids. Another rank may have found another error
+    /// before, which it announces.
+    fn unsupported<T>(&self, option: OptionName) -> Result<T> {
+        Err(self.announce(Error::Unsupported { option, head: NAME }))
+    }
+}
+
 impl Sealed for VocabParallelMixture {
     fn shape(&self) -> OutputShape<'_> {
         OutputShape { vocab: self.shard.vocab_size(), ..self.mixture.shape() }
@@ -96,7 +104,7 @@ impl Distributions for VocabParallelMixture {
 
     /// Returns an error, because no rank has room for the log-probabilities of all ids.
     fn log_probs_as(&self, _: DType) -> Result<Tensor> {
-        unsupported(OptionName::LogProbs)
+        self.unsupported(OptionName::LogProbs)
     }
 
     /// Computes the log-probability of one id at each position; entropy, mass outside and temperature are not
@@ -142,7 +150,7 @@ impl Distributions for VocabParallelMixture {
     }
 
     fn sample(&self, _: &mut Sampler) -> Result<Tensor> {
-        unsupported(OptionName::Sample)
+        self.unsupported(OptionName::Sample)
     }
 
     /// The ranks exchange two numbers for each row, from which the log-sum-exps follow, and then the log-probabilities of
@@ -173,18 +181,13 @@ impl Distributions for VocabParallelMixture {
         own.into_iter().enumerate().map(answer).collect()
     }
 
+    fn loss_from_teacher(&self, _: &Distillation) -> Result<Loss> {
+        self.unsupported(OptionName::Distill)
+    }
+
     fn loss_from_log_probs(&self, _: &LogProbLoss) -> Result<(Loss, Tensor)> {
-        unsupported(OptionName::LogProbLoss)
+        self.unsupported(OptionName::LogProbLoss)
     }
-
-    fn distill(&self, _: &Teacher, _: &DistillOptions) -> Result<Loss> {
-        unsupported(OptionName::Distill)
-    }
-}
-
-/// Returns the error for a result that needs the log-probabilities of all ids.
-fn unsupported<T>(option: OptionName) -> Result<T> {
-    Err(Error::Unsupported { option, head: NAME })
 }
 
 /// Checks that the options ask for no more than the log-probability of one id at each position, and whether it is the

@@ -340,13 +340,23 @@ pub trait Distributions: Sealed {
     /// # }
     /// ```
     fn distill(&self, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-        let distillation = Distillation::new(self.shape(), teacher, options)?;
-        distill(&*self.select(distillation.positions())?, &distillation)
+        let distillation = Distillation::new(self.shape(), teacher, options).map_err(|error| self.announce(error))?;
+        self.select(distillation.positions())?.loss_from_teacher(&distillation)
     }
 
     /// Computes the loss of a request, whose positions are those of the distributions.
     #[doc(hidden)]
     fn request_loss(&self, request: &Request) -> Result<Loss>;
+
+    /// Computes the loss of a distillation, whose positions that count are those of the student's distributions.
+    #[doc(hidden)]
+    fn loss_from_teacher(&self, distillation: &Distillation) -> Result<Loss> {
+        let (loss, objective) = match distillation.student_loss() {
+            DistillLoss::LogProbs(loss) => self.loss_from_log_probs(&loss),
+            DistillLoss::Scores(loss) => self.loss_from_scores(&loss),
+        }?;
+        distillation.finish(loss, objective)
+    }
 
     /// Computes a loss that is a function of scores. Beside the loss it returns the terms' value at each position.
     #[doc(hidden)]
@@ -384,15 +394,6 @@ pub(crate) fn policy_loss(policy: &dyn Distributions, terms: PolicyTerms) -> Res
     let positions = terms.positions().to_vec();
     let loss = policy.loss_from_scores(&terms.into_score_loss());
     Ok(loss.map_err(|error| error.with_position_from(&positions))?.0)
-}
-
-/// Computes the loss of a distillation at the positions that count, at which these are the student's distributions.
-pub(crate) fn distill(student: &dyn Distributions, distillation: &Distillation) -> Result<Loss> {
-    let (loss, objective) = match distillation.student_loss() {
-        DistillLoss::LogProbs(loss) => student.loss_from_log_probs(&loss),
-        DistillLoss::Scores(loss) => student.loss_from_scores(&loss),
-    }?;
-    distillation.finish(loss, objective)
 }
 
 /// Returns the log-probabilities of distributions in f32 (f64 for f64), which half precision has not rounded.

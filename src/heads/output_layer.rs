@@ -199,7 +199,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// The errors that [`OutputLayer::loss`] has for targets, or if an option is out of range.
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
-        candidate_count("token_ids", token_ids, leading(hidden)?)?;
+        let checked = leading(hidden).and_then(|leading| candidate_count("token_ids", token_ids, leading));
+        checked.map_err(|error| self.announce(error))?;
         self.distributions(hidden, None)?.score(token_ids, options)
     }
 
@@ -290,9 +291,11 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # }
     /// ```
     fn distill(&self, hidden: &Tensor, teacher: &Teacher, options: &DistillOptions) -> Result<Loss> {
-        let student = OutputShape { leading: leading(hidden)?, vocab: self.vocab_size(), like: hidden };
-        let distillation = Distillation::new(student, teacher, options)?;
-        distributions::distill(&*self.distributions(hidden, Some(distillation.positions()))?, &distillation)
+        let distillation = leading(hidden).and_then(|leading| {
+            Distillation::new(OutputShape { leading, vocab: self.vocab_size(), like: hidden }, teacher, options)
+        });
+        let distillation = distillation.map_err(|error| self.announce(error))?;
+        self.distributions(hidden, Some(distillation.positions()))?.loss_from_teacher(&distillation)
     }
 
     /// Computes the log-probability of given token ids after hidden states `[.., hidden]`. Differentiable.
@@ -307,8 +310,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// The errors that [`OutputLayer::loss`] has for targets.
     fn log_prob(&self, hidden: &Tensor, token_ids: &Tensor) -> Result<Tensor> {
-        let leading = leading(hidden)?;
-        if candidate_count("token_ids", token_ids, leading)? != 1 || token_ids.dims() != leading {
+        if token_ids.dims() != &hidden.dims()[..hidden.rank().saturating_sub(1)] {
             return Ok(self.score(hidden, token_ids, &ScoreOptions::new())?.log_prob);
         }
         let options = LossOptions::new().with_reduction(Reduction::None).with_dropout(DropoutMasks::Off);

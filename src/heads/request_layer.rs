@@ -36,8 +36,8 @@ pub(crate) trait RequestLayer: OutputLayer {
 /// Defines the loss and the log-probabilities of a [`RequestLayer`].
 macro_rules! request_layer_methods {
     () => {
-        fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &$crate::LossOptions) -> Result<Loss> {
-            $crate::heads::RequestLayer::target_loss(self, hidden, targets, options)
+        fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &$crate::loss::LossOptions) -> Result<Loss> {
+            self.target_loss(hidden, targets, options)
         }
 
         fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {

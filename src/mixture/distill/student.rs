@@ -18,7 +18,7 @@ use crate::tensors::checks::{check_device, check_float};
 
 /// A distillation whose arguments have been checked: the teacher at the positions that count, and the options.
 #[derive(Clone)]
-pub(crate) struct Distillation {
+pub struct Distillation {
     counted: CountedPositions,
     teacher: PreparedTeacher,
     options: DistillOptions,

@@ -1,17 +1,14 @@
 //! The contract of a backend: its operations and their results. Each operation without a body is a device's own; the
 //! others are composed of candle's operations, and a device overrides those for which it has kernels.
 
-use std::ops::Range;
-
 use candle_core::{DType, Tensor};
 
 use crate::backend::distribution::Visit;
 use crate::backend::divergence::{self, DivergenceTerms};
-use crate::backend::objective::{LogProbTerms, Objective, ScoreTerms, Scored};
-use crate::backend::operands::{NeedsGrad, Operands};
-use crate::backend::plan::Plan;
+use crate::backend::objective::{Objective, Scored, Task};
+use crate::backend::operands::Operands;
+use crate::backend::plan::Planned;
 use crate::backend::shard::VocabShard;
-use crate::backend::task::Task;
 use crate::error::{Error, Result};
 use crate::tensors::id_lists::{self, IdLists};
 
@@ -45,62 +42,19 @@ pub(crate) struct LossResults {
 /// The operations of a device. The CPU supports f16, bf16, f32 and f64; GPUs support f16, bf16 and f32.
 pub(crate) trait Backend {
     /// Chooses the computation of a task, and cuts the positions into chunks.
-    fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan>;
+    fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Planned>;
 
-    /// Computes the objective, and the gradients of the operands that need one.
-    fn loss(
-        &self,
-        operands: &Operands,
-        objective: &Objective,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<LossResults>;
+    /// Computes an objective, and the gradients of the operands that need one.
+    fn loss(&self, planned: &Planned, objective: &Objective) -> Result<LossResults>;
 
     /// Computes log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
-    fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor>;
+    fn log_probs(&self, planned: &Planned, dtype: DType) -> Result<Tensor>;
 
     /// Computes the scores of each position, `[positions, n + 2]` in the accumulation dtype: log-probabilities, the
     /// entropy, and the logarithm of the mass outside the ids. If [`Scored::needs_argmax`], it also tells whether each id
     /// is the most probable of all, `[positions, n]` in u8: among equal ids the lowest is, and none is if the distribution
     /// is not defined.
-    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<(Tensor, Option<Tensor>)>;
-
-    /// Computes the gradients of the inner product of scores and `upstream`, `[positions, n + 2]` in the accumulation
-    /// dtype.
-    fn score_gradients(
-        &self,
-        operands: &Operands,
-        scored: &Scored,
-        upstream: &Tensor,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<Gradients> {
-        // The upstream gradient of each position is known, whatever its scores are.
-        let upstream = upstream.clone();
-        let terms = move |positions: Range<usize>, scores: &Tensor| {
-            Ok((scores.narrow(1, 0, 1)?.squeeze(1)?, upstream.narrow(0, positions.start, positions.len())?))
-        };
-        Ok(self.score_loss(operands, scored, &terms, needs_grad, plan)?.gradients)
-    }
-
-    /// Computes the sum of the values that `terms` gives for the scores of each chunk, and its gradients.
-    fn score_loss(
-        &self,
-        operands: &Operands,
-        scored: &Scored,
-        terms: &ScoreTerms,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<LossResults>;
-
-    /// Computes the sum of the values that `terms` gives for the log-probabilities of each chunk, and its gradients.
-    fn log_prob_loss(
-        &self,
-        operands: &Operands,
-        terms: &LogProbTerms,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<LossResults>;
+    fn scores(&self, planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)>;
 
     /// Computes the divergence of each row of log-probabilities `[n, vocab]` from the teacher's, `[n]`, and its derivatives
     /// by the log-probabilities, times their scales. Nothing else refers to the log-probabilities, which may be

@@ -24,20 +24,18 @@ pub(crate) mod ranking;
 mod schedule;
 pub(crate) mod shard;
 mod shared_rows;
-pub(crate) mod task;
 
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::tensors::id_lists::IdLists;
-use contract::{Backend, Gradients, LossResults};
+use contract::{Backend, LossResults};
 use distribution::Visit;
 use divergence::DivergenceTerms;
-use objective::{LogProbTerms, Objective, ScoreTerms, Scored};
-use operands::{NeedsGrad, Operands};
-use plan::Plan;
+use objective::{Objective, Scored, Task};
+use operands::Operands;
+use plan::Planned;
 use shard::VocabShard;
-use task::Task;
 
 #[cfg(feature = "nccl")]
 pub(crate) use cuda::Communicator;
@@ -52,12 +50,12 @@ macro_rules! on_device {
             }
             #[cfg(feature = "cuda")]
             device @ Device::Cuda(_) => {
-                let $backend = gpu::GpuBackend(cuda::Cuda::from_device(device)?);
+                let $backend = cuda::Cuda::from_device(device)?;
                 $call
             }
             #[cfg(feature = "metal")]
             device @ Device::Metal(_) => {
-                let $backend = gpu::GpuBackend(metal::Metal::from_device(device)?);
+                let $backend = metal::Metal::from_device(device)?;
                 $call
             }
             #[allow(unreachable_patterns)] // unreachable with both features
@@ -89,17 +87,10 @@ macro_rules! dispatch {
 }
 
 dispatch! {
-    fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Plan;
-    fn loss(operands: &Operands, objective: &Objective, needs_grad: NeedsGrad, plan: &Plan) -> LossResults;
-    fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Tensor;
-    fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> (Tensor, Option<Tensor>);
-    fn score_gradients(
-        operands: &Operands, scored: &Scored, upstream: &Tensor, needs_grad: NeedsGrad, plan: &Plan
-    ) -> Gradients;
-    fn score_loss(
-        operands: &Operands, scored: &Scored, terms: &ScoreTerms, needs_grad: NeedsGrad, plan: &Plan
-    ) -> LossResults;
-    fn log_prob_loss(operands: &Operands, terms: &LogProbTerms, needs_grad: NeedsGrad, plan: &Plan) -> LossResults;
+    fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Planned;
+    fn loss(planned: &Planned, objective: &Objective) -> LossResults;
+    fn log_probs(planned: &Planned, dtype: DType) -> Tensor;
+    fn scores(planned: &Planned, scored: &Scored) -> (Tensor, Option<Tensor>);
     fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> (Tensor, Tensor);
     fn top_k(operands: &Operands, k: usize) -> (Tensor, Tensor);
     fn visit<V>(operands: &Operands, query: &V) -> Vec<V::Output>;

@@ -7,8 +7,10 @@ use candle_core::Tensor;
 
 use super::node::{self, KnownGradients};
 use super::Mixture;
-use crate::backend::contract::{Gradients, LossResults};
-use crate::backend::operands::{NeedsGrad, Operands};
+use crate::backend;
+use crate::backend::contract::LossResults;
+use crate::backend::objective::Objective;
+use crate::backend::plan::Planned;
 use crate::error::Result;
 use crate::loss::{Loss, Reduction};
 
@@ -164,19 +166,20 @@ impl ChunkTerms {
 }
 
 impl Mixture {
-    /// Makes the loss whose value is the sum of these results. The first backward pass takes their gradients; a second
-    /// one calls `compute`, which computes them again.
+    /// Makes the loss whose value is the sum of these results of an objective. The first backward pass takes their
+    /// gradients; a second one computes them again.
     pub(super) fn loss_from_results(
         &self,
         results: LossResults,
-        needs_grad: NeedsGrad,
-        compute: impl Fn(&Operands) -> Result<Gradients> + Send + Sync + 'static,
+        planned: Planned,
+        objective: Objective,
     ) -> Result<Loss> {
-        let operands = self.operands.clone();
-        let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
-        let value = if needs_grad.any() {
+        let (value, decoder) = (results.sum.clone(), Some(self.operands.weight.clone()).filter(Tensor::is_variable));
+        let value = if planned.needs_grad.any() {
             let known = Some(KnownGradients { gradients: results.gradients, is_sum: false });
-            node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| compute(operands))?
+            node::attach_loss(value, planned, Reduction::Sum, known, move |planned, _| {
+                Ok(backend::loss(planned, &objective)?.gradients)
+            })?
         } else {
             value
         };

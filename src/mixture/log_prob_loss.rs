@@ -10,9 +10,8 @@ use super::node::needs_grad;
 use super::Mixture;
 use crate::backend;
 use crate::backend::contract::LossResults;
-use crate::backend::objective::LogProbTerms;
+use crate::backend::objective::Objective;
 use crate::backend::operands::accumulation_dtype;
-use crate::backend::task::Task;
 use crate::error::{Error, Result};
 use crate::loss::Loss;
 
@@ -83,12 +82,9 @@ impl Mixture {
         reduce: impl FnOnce(LossResults) -> Result<LossResults>,
         terms: impl Fn(Range<usize>, Tensor) -> Result<(Tensor, Tensor)> + Send + Sync + 'static,
     ) -> Result<Loss> {
-        let terms: Arc<LogProbTerms> = Arc::new(terms);
-        let (operands, needs_grad) = (self.operands.clone(), needs_grad(&self.operands));
-        let plan = backend::plan(&operands, Task::for_log_prob_terms(needs_grad), workspace_bytes)?;
-        let results = reduce(backend::log_prob_loss(&operands, &*terms, needs_grad, &plan)?)?;
-        self.loss_from_results(results, needs_grad, move |operands| {
-            Ok(backend::log_prob_loss(operands, &*terms, needs_grad, &plan)?.gradients)
-        })
+        let (operands, objective) = (&self.operands, Objective::AllLogProbs(Arc::new(terms)));
+        let planned = backend::plan(operands, objective.task(operands, needs_grad(operands))?, workspace_bytes)?;
+        let results = reduce(backend::loss(&planned, &objective)?)?;
+        self.loss_from_results(results, planned, objective)
     }
 }

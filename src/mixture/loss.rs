@@ -7,10 +7,9 @@ use super::sample::Sample;
 use super::sampled_softmax;
 use super::{shard_loss, Mixture};
 use crate::backend;
-use crate::backend::objective::{GradScale, Objective, TargetLoss};
+use crate::backend::objective::{GradScale, Objective, TargetKind, TargetLoss, Task};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Plan;
-use crate::backend::task::Task;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction, Request, SampledLoss, UncheckedTargets};
 use crate::tensors::autograd::variable_ids;
@@ -90,25 +89,25 @@ impl Mixture {
         let now = if options.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
         // The backward pass must fit the budget too: a budget that is too small for it is an error before any work.
         let plan = |needs_grad| {
-            let plan = backend::plan(&operands, Task::for_targets(&objective, needs_grad), options.workspace_bytes);
+            let planned = backend::plan(&operands, objective.task(needs_grad), options.workspace_bytes);
             match &objective.shard {
-                Some(shard) => shard.agreed(plan),
-                None => plan,
+                Some(shard) => shard.agreed(planned),
+                None => planned,
             }
         };
-        let gradient_plan = plan(needs_grad)?;
-        let plan = if now == needs_grad { gradient_plan.clone() } else { plan(now)? };
+        let gradients = plan(needs_grad)?;
+        let planned = if now == needs_grad { gradients.clone() } else { plan(now)? };
         let so_far = options.gradient_sum.as_ref().filter(|_| now.weight && operands.weight.is_variable());
         let so_far = so_far.map(|sum| sum.so_far(&operands.weight));
         let is_sum = so_far.is_some();
         let with_sum = TargetLoss { so_far, ..objective.clone() };
-        let results = backend::loss(&operands, &Objective::Targets(with_sum), now, &plan)?;
+        let results = backend::loss(&planned, &Objective::Targets(with_sum))?;
 
         let objectives = || Ok(results.objective.reshape(self.leading.as_slice())?);
         let value = request.value(&results.sum, &results.count, objectives)?;
         let value = if needs_grad.any() {
             let known = now.any().then_some(KnownGradients { gradients: results.gradients, is_sum });
-            node::attach_loss(value, operands, needs_grad, options.reduction, known, move |operands, upstream| {
+            node::attach_loss(value, gradients, options.reduction, known, move |planned, upstream| {
                 let mut objective = objective.clone();
                 // Ranks that count correct positions compute in two passes, as their plan says.
                 objective.terms.needs_correct &= objective.shard.is_some();
@@ -118,8 +117,7 @@ impl Mixture {
                 if let Some(upstream) = upstream {
                     objective.scale = GradScale::Upstream(upstream);
                 }
-                let objective = Objective::Targets(objective);
-                Ok(backend::loss(operands, &objective, needs_grad, &gradient_plan)?.gradients)
+                Ok(backend::loss(planned, &Objective::Targets(objective))?.gradients)
             })?
         } else {
             value
@@ -214,11 +212,12 @@ impl Mixture {
         options.validate()?;
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let mut operands = Operands { precision: self.loss_precision(options), ..self.operands.clone() };
-        let mut task = Task::for_loss(&options.terms(), needs_grad);
+        let mut targets = TargetKind::Ids;
         if let Some(SampledLoss::Softmax(negatives)) = options.sampled_step() {
             operands.sizes = sampled_softmax::sizes(operands.sizes, negatives);
-            task.has_own_targets = true;
+            targets = TargetKind::Own;
         }
-        backend::plan(&operands, task, options.workspace_bytes)
+        let task = Task::Loss { terms: options.terms(), targets, needs_grad };
+        Ok(backend::plan(&operands, task, options.workspace_bytes)?.plan)
     }
 }

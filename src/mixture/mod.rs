@@ -21,8 +21,8 @@ mod shard_loss;
 use candle_core::{DType, Tensor};
 
 use crate::backend;
+use crate::backend::objective::Task;
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
-use crate::backend::task::Task;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
 use crate::tensors::checks::{
@@ -305,26 +305,17 @@ impl Mixture {
         let own = operands.contexts.dtype();
         let computed = if dtype == own { own } else { accumulation_dtype("contexts", own)? };
         let needs_grad = needs_grad(operands);
-        let plan = backend::plan(operands, Task::for_log_probs(needs_grad), None)?;
-        let mut log_probs = backend::log_probs(operands, computed, &plan)?;
+        let planned = backend::plan(operands, Task::LogProbs { needs_grad }, None)?;
+        let mut log_probs = backend::log_probs(&planned, computed)?;
         if needs_grad.any() {
-            log_probs = node::attach_log_probs(log_probs, operands.clone(), needs_grad, plan)?;
+            log_probs = node::attach_log_probs(log_probs, planned)?;
         }
         Ok(log_probs.reshape([&self.leading[..], &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
     }
 
     /// Returns the mixture as a constant.
     pub(crate) fn detach(&self) -> Self {
-        let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
-        let Operands { contexts, log_priors, weight, adapter, bias, .. } = &self.operands;
-        self.with_operands(Operands {
-            contexts: contexts.detach(),
-            log_priors: detached(log_priors),
-            weight: weight.detach(),
-            adapter: detached(adapter),
-            bias: detached(bias),
-            ..self.operands.clone()
-        })
+        self.with_operands(self.operands.detach())
     }
 
     /// The tensors and sizes that the kernels read.

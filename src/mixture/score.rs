@@ -7,7 +7,6 @@ use super::Mixture;
 use crate::backend;
 use crate::backend::objective::Scored;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad};
-use crate::backend::task::Task;
 use crate::error::Result;
 use crate::loss::{LossOptions, Reduction};
 use crate::scores::{candidate_count, ScoreOptions, Scores};
@@ -42,21 +41,17 @@ impl Mixture {
             let log_prob = loss.value.affine(-1.0, 0.0)?;
             return Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct, leaves });
         }
-        let operands = self.operands.clone();
+        let operands = &self.operands;
         let rows = token_ids.reshape((operands.sizes.positions, n))?;
         let scored = options.scored(rows);
-        let needs_grad = needs_grad(&operands);
-        let plan = |needs_grad| {
-            let task = Task::for_scores(&scored, &operands, needs_grad)?;
-            backend::plan(&operands, task, options.workspace_bytes)
-        };
+        let plan = |needs_grad| backend::plan(operands, scored.task(operands, needs_grad)?, options.workspace_bytes);
         // The backward pass must fit the budget too.
-        let (gradient_plan, value_plan) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
-        let (mut scores, is_argmax) = backend::scores(&operands, &scored, &value_plan)?;
+        let (gradients, value) = (plan(needs_grad(operands))?, plan(NeedsGrad::default())?);
+        let (mut scores, is_argmax) = backend::scores(&value, &scored)?;
         let is_argmax = is_argmax.map(|is_argmax| is_argmax.reshape(token_ids.shape())).transpose()?;
         let scored = Scored { needs_argmax: false, ..scored };
-        if needs_grad.any() {
-            scores = node::attach_scores(scores, operands, scored, needs_grad, gradient_plan)?;
+        if gradients.needs_grad.any() {
+            scores = node::attach_scores(scores, gradients, scored)?;
         }
         let variable = Some(&self.operands.weight).filter(|weight| weight.is_variable());
         let leaves = variable.map(|weight| Leaf { node: scores.id(), variable: weight.clone() }).into_iter().collect();

@@ -10,9 +10,8 @@ use super::node::needs_grad;
 use super::Mixture;
 use crate::backend;
 use crate::backend::contract::LossResults;
-use crate::backend::objective::ScoreTerms;
+use crate::backend::objective::{Objective, ScoreTerms};
 use crate::backend::operands::accumulation_dtype;
-use crate::backend::task::Task;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::Loss;
 use crate::scores::{candidate_count, ScoreOptions};
@@ -113,11 +112,11 @@ impl Mixture {
         }
         let n = candidate_count("token_ids", token_ids, &self.leading)?;
         let has_candidates = token_ids.dims() != self.leading;
-        let operands = self.operands.clone();
+        let operands = &self.operands;
         let token_ids = token_ids.reshape((operands.sizes.positions, n))?;
         let scored = options.scored(token_ids);
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
-        let terms: Arc<ScoreTerms> = Arc::new(move |positions: Range<usize>, scores: &Tensor| {
+        let terms: ScoreTerms = Arc::new(move |positions: Range<usize>, scores: &Tensor| {
             let log_prob = scores.narrow(1, 0, n)?;
             let log_prob = if has_candidates { log_prob } else { log_prob.squeeze(1)? };
             let column = |i| scores.narrow(1, n + i, 1)?.squeeze(1);
@@ -126,20 +125,17 @@ impl Mixture {
             let (values, derivatives) = join_derivatives(terms(chunk.clone())?, n, &chunk.log_prob, &chunk.entropy)?;
             Ok((values.detach().to_dtype(dtype)?, derivatives.to_dtype(dtype)?.detach()))
         });
-        let needs_grad = needs_grad(&operands);
-        let plan =
-            backend::plan(&operands, Task::for_scores(&scored, &operands, needs_grad)?, options.workspace_bytes)?;
-        let results = reduce(backend::score_loss(&operands, &scored, &*terms, needs_grad, &plan)?)?;
+        let objective = Objective::Scores { scored, terms };
+        let task = objective.task(operands, needs_grad(operands))?;
+        let planned = backend::plan(operands, task, options.workspace_bytes)?;
+        let results = reduce(backend::loss(&planned, &objective)?)?;
         let nll = match n {
             // Without ids there is no log-probability.
             0 => results.nll.zeros_like()?,
             _ => results.nll.clone(),
         };
         let (values, results) = (results.objective.clone(), LossResults { nll, ..results });
-        let loss = self.loss_from_results(results, needs_grad, move |operands| {
-            Ok(backend::score_loss(operands, &scored, &*terms, needs_grad, &plan)?.gradients)
-        })?;
-        Ok((loss, values))
+        Ok((self.loss_from_results(results, planned, objective)?, values))
     }
 }
 

@@ -1,11 +1,9 @@
 //! The CPU's backend, parallel over the threads of rayon. Losses over hard targets take one pass, with products of its own
 //! (`one_pass`). Results that need every logit twice take two passes, in which the `gemm` crate multiplies between row
-//! kernels (`two_pass`). `plan` chooses between them; `loss`, `log_probs`, `scores`, `log_prob_terms` and `decoding` run a
-//! task with one or the other.
+//! kernels (`two_pass`). `plan` chooses between them; `loss`, `log_probs` and `decoding` run a task with one or the other.
 
 mod activation;
 mod decoding;
-mod log_prob_terms;
 mod log_probs;
 mod loss;
 mod memory;
@@ -14,8 +12,6 @@ mod one_pass;
 mod operands;
 mod plan;
 mod products;
-mod scores;
-mod served;
 #[cfg(test)]
 mod testing;
 mod tiles;
@@ -27,28 +23,24 @@ use candle_core::{DType, Tensor};
 use crate::backend::contract::{Backend, LossResults};
 use crate::backend::distribution::Visit;
 use crate::backend::divergence::DivergenceTerms;
-use crate::backend::objective::{LogProbTerms, Objective, ScoreTerms, Scored};
-use crate::backend::operands::{NeedsGrad, Operands};
-use crate::backend::plan::Plan;
+use crate::backend::objective::{Objective, Scored, Task};
+use crate::backend::operands::Operands;
+use crate::backend::plan::{Plan, Planned};
 use crate::backend::shard::VocabShard;
-use crate::backend::task::Task;
 use crate::error::Result;
 use crate::tensors::id_lists::IdLists;
-use log_prob_terms::log_prob_loss;
-use log_probs::log_probs;
-use loss::objective_loss;
+use log_probs::{log_probs, scores};
+use loss::loss;
 use objective::divergence::divergence;
 use operands::dtype::{with_type, Element};
 use operands::rounding;
-use plan::plan;
+use plan::{plan, ranking_task, with_products};
 use products::{lists, matmul};
-use scores::{score_loss, scores};
-use served::with_products;
 
 /// Computes with the type of the operands' numbers, and with the products that the plan is made for.
-macro_rules! with_operands {
-    ($operands:expr, $plan:expr, $T:ident, $products:ident => $compute:expr) => {
-        with_type!($operands.contexts.dtype(), $T => with_products!($T, $plan, $products => $compute))
+macro_rules! with_planned {
+    ($planned:expr, $T:ident, $products:ident => $compute:expr) => {
+        with_type!($planned.operands.contexts.dtype(), $T => with_products!($T, &$planned.plan, $products => $compute))
     };
 }
 
@@ -56,72 +48,27 @@ macro_rules! with_operands {
 pub(super) struct Cpu;
 
 impl Backend for Cpu {
-    fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
-        with_type!(operands.contexts.dtype(), T => plan::<T>(operands, task, budget))
+    fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Planned> {
+        let plan = with_type!(operands.contexts.dtype(), T => plan::<T>(operands, &task, budget))?;
+        Ok(Planned { operands: operands.clone(), needs_grad: task.needs_grad(), plan })
     }
 
-    fn loss(
-        &self,
-        operands: &Operands,
-        objective: &Objective,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<LossResults> {
-        let computation = plan::computation(&objective.task(needs_grad), operands.sizes);
-        debug_assert_eq!(plan.computation, computation, "the plan of another task");
-        let compute = || {
-            with_operands!(operands, plan, T, products => {
-                objective_loss::<T, _>(products, operands, objective, needs_grad, plan)
-            })
-        };
-        on_threads(plan.threads, compute)
+    fn loss(&self, planned: &Planned, objective: &Objective) -> Result<LossResults> {
+        on_threads(&planned.plan, || with_planned!(planned, T, products => loss::<T, _>(products, planned, objective)))
     }
 
-    fn log_probs(&self, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-        with_operands!(operands, plan, T, products => {
-            if dtype == operands.contexts.dtype() {
-                log_probs::<T, T, _>(products, operands, plan)
+    fn log_probs(&self, planned: &Planned, dtype: DType) -> Result<Tensor> {
+        with_planned!(planned, T, products => {
+            if dtype == planned.operands.contexts.dtype() {
+                log_probs::<T, T, _>(products, planned)
             } else {
-                log_probs::<T, <T as Element>::Acc, _>(products, operands, plan)
+                log_probs::<T, <T as Element>::Acc, _>(products, planned)
             }
         })
     }
 
-    fn scores(&self, operands: &Operands, scored: &Scored, plan: &Plan) -> Result<(Tensor, Option<Tensor>)> {
-        let compute =
-            || with_operands!(operands, plan, T, products => scores::<T, _>(products, operands, scored, plan));
-        on_threads(plan.threads, compute)
-    }
-
-    fn score_loss(
-        &self,
-        operands: &Operands,
-        scored: &Scored,
-        terms: &ScoreTerms,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<LossResults> {
-        let compute = || {
-            with_operands!(operands, plan, T, products => {
-                score_loss::<T, _>(products, operands, scored, terms, needs_grad, plan)
-            })
-        };
-        on_threads(plan.threads, compute)
-    }
-
-    fn log_prob_loss(
-        &self,
-        operands: &Operands,
-        terms: &LogProbTerms,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
-    ) -> Result<LossResults> {
-        let compute = || {
-            with_operands!(operands, plan, T, products => {
-                log_prob_loss::<T, _>(products, operands, terms, needs_grad, plan)
-            })
-        };
-        on_threads(plan.threads, compute)
+    fn scores(&self, planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
+        on_threads(&planned.plan, || with_planned!(planned, T, products => scores::<T, _>(products, planned, scored)))
     }
 
     fn divergence(&self, log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
@@ -132,23 +79,18 @@ impl Backend for Cpu {
     }
 
     fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
-        let plan = self.plan(operands, Task::for_ranking(operands.sizes, k), None)?;
-        with_operands!(operands, &plan, T, products => decoding::top_k::<T, _>(products, operands, k, &plan))
+        let planned = self.plan(operands, ranking_task(operands.sizes, k), None)?;
+        with_planned!(&planned, T, products => decoding::top_k::<T, _>(products, &planned, k))
     }
 
     fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-        let plan = self.plan(operands, Task::for_decoding(), None)?;
-        with_operands!(operands, &plan, T, products => {
-            decoding::visit::<T, _, V>(products, operands, None, &plan, visit)
-        })
+        let planned = self.plan(operands, Task::Visit, None)?;
+        with_planned!(&planned, T, products => decoding::visit::<T, _, V>(products, &planned, None, visit))
     }
 
     fn visit_shard<V: Visit>(&self, operands: &Operands, shard: &VocabShard, visit: &V) -> Result<Vec<V::Output>> {
-        let plan = shard.agreed(self.plan(operands, Task::for_decoding(), None))?;
-        let shard = Some(shard);
-        with_operands!(operands, &plan, T, products => {
-            decoding::visit::<T, _, V>(products, operands, shard, &plan, visit)
-        })
+        let planned = shard.agreed(self.plan(operands, Task::Visit, None))?;
+        with_planned!(&planned, T, products => decoding::visit::<T, _, V>(products, &planned, Some(shard), visit))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -194,11 +136,11 @@ impl Backend for Cpu {
     }
 }
 
-/// Computes on at most `threads` threads of rayon.
-fn on_threads<R: Send>(threads: usize, compute: impl FnOnce() -> Result<R> + Send) -> Result<R> {
-    if threads >= rayon::current_num_threads() {
+/// Computes on at most as many threads of rayon as the plan has.
+fn on_threads<R: Send>(plan: &Plan, compute: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+    if plan.threads >= rayon::current_num_threads() {
         return compute();
     }
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(candle_core::Error::wrap)?;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(plan.threads).build().map_err(candle_core::Error::wrap)?;
     pool.install(compute)
 }

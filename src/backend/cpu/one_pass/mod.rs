@@ -51,8 +51,8 @@ use super::vector::log_sum_exp::defect_of;
 use super::vector::simd::Float;
 use crate::backend::distribution::Real;
 use crate::backend::objective::Scored;
-use crate::backend::operands::{NeedsGrad, Sizes};
-use crate::backend::plan::Plan;
+use crate::backend::operands::Sizes;
+use crate::backend::plan::Planned;
 use crate::backend::ranking::order;
 use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
@@ -165,12 +165,11 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         inputs: Inputs<'a, T>,
         request: OnePassRequest<'a, T::Acc>,
         gradients: BufferedGradients<T>,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
+        Planned { needs_grad, plan, .. }: &Planned,
     ) -> Self {
         let Sizes { positions, context_dim: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
-        let layout = workspace::layout(format, rows, inputs.sizes, needs_grad);
+        let layout = workspace::layout(format, rows, inputs.sizes, *needs_grad);
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
         let exponentials = if needs_grad.decoder() { columns * layout.padded(vocab) } else { 0 };

@@ -7,8 +7,8 @@ use super::top_logits;
 use crate::backend::cpu::memory::Workspace;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::vector::simd::ROW_ALIGN;
+use crate::backend::objective::Task;
 use crate::backend::operands::{NeedsGrad, Sizes};
-use crate::backend::task::Task;
 
 /// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
 const SEGMENT_BYTES: usize = 4 << 20;
@@ -30,8 +30,9 @@ pub(in crate::backend::cpu) fn workspace<T: Element, X: Format<T>>(format: X, si
     const ROW_NUMBERS: usize = 32;
     /// The number of elements that the numbers of a listed id take, besides the first.
     const LISTED_NUMBERS: usize = 16;
-    let needs_grad = task.needs_grad;
-    let listed = LISTED_NUMBERS * task.scores.map_or(0, |scores| scores.candidates.saturating_sub(1));
+    let needs_grad = task.needs_grad();
+    let candidates = if let Task::Scores { scores, .. } = task { scores.candidates } else { 1 };
+    let listed = LISTED_NUMBERS * candidates.saturating_sub(1);
     let Sizes { context_dim: d, vocab, .. } = sizes;
     let element = size_of::<T::Acc>();
     let layout = layout(format, 1, sizes, needs_grad);
@@ -48,13 +49,14 @@ pub(in crate::backend::cpu) fn workspace<T: Element, X: Format<T>>(format: X, si
         segment * layout.segments()
     };
     // The search for the argmax needs the largest logit of each tile, and buffers for a position and a tile.
-    let (tile_largest_bytes, search_bytes) = if task.needs_argmax {
+    let (tile_largest_bytes, search_bytes) = if task.needs_argmax() {
         let packed = layout.columns(sizes.components) * format.packed_per_row(d) * size_of::<X::Packed>();
         (layout.tiles() * element, packed + (panel + 1) * ids * element + layout.tiles() * size_of::<f64>())
     } else {
         (0, 0)
     };
-    let top_k_bytes = task.top_k.map_or(0, |k| layout.segments() * top_logits::row_bytes::<T::Acc>(k));
+    let top_k_bytes =
+        if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes::<T::Acc>(k) } else { 0 };
     // All panels but the last are full.
     let piece_bytes = (layout.extra_pieces() + 1) * panel * (product_bytes + scaled_bytes);
     // The contexts exist packed and gathered.

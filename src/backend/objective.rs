@@ -1,5 +1,5 @@
-//! What is asked of a backend: the objective, which is computed of each position and summed, and the task that a plan is
-//! made for.
+//! What is asked of a backend: the objective, which is computed of each position and summed, with the results of its loss,
+//! and the task that a plan is made for.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -44,6 +44,33 @@ impl Objective {
             Objective::AllLogProbs(_) => Ok(Task::LogProbTerms { needs_grad }),
         }
     }
+}
+
+/// The gradients of the operands that need one. Each has its operand's shape and the accumulation dtype; the weight's may
+/// already be rounded to the weight's dtype.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Gradients {
+    pub(crate) contexts: Option<Tensor>,
+    pub(crate) log_priors: Option<Tensor>,
+    pub(crate) weight: Option<Tensor>,
+    pub(crate) adapter: Option<Tensor>,
+    pub(crate) bias: Option<Tensor>,
+}
+
+/// The results of a loss.
+#[derive(Debug)]
+pub(crate) struct LossResults {
+    /// `[positions]`: each position's objective times its weight.
+    pub(crate) objective: Tensor,
+    /// `[positions]`: each position's negative log-likelihood.
+    pub(crate) nll: Tensor,
+    /// The sum of the objective.
+    pub(crate) sum: Tensor,
+    /// The sum of the weights, which is the denominator of a mean.
+    pub(crate) count: Tensor,
+    /// `[positions]`, u8: whether the target is the most probable id; `None` unless the task asks for it.
+    pub(crate) is_correct: Option<Tensor>,
+    pub(crate) gradients: Gradients,
 }
 
 /// The task that a plan is made for: what a call computes, as far as its workspace depends on it, and the operands whose

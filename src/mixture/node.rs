@@ -8,8 +8,7 @@ use std::sync::Mutex;
 use candle_core::{DType, Device, Tensor};
 
 use crate::backend;
-use crate::backend::contract::Gradients;
-use crate::backend::objective::{Objective, Scored};
+use crate::backend::objective::{Gradients, Objective, Scored};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
 use crate::backend::plan::Planned;
 use crate::error::{Error, Result};

@@ -1,4 +1,4 @@
-//! The CPU's backend, parallel over the threads of rayon. Losses over hard targets take one pass, with products of its own
+//! The CPU's backend, parallel over the threads of rayon: f64 in f64, and f32, f16 and bf16 in f32. Losses over hard targets take one pass, with products of its own
 //! (`one_pass`). Results that need every logit twice take two passes, in which the `gemm` crate multiplies between row
 //! kernels (`two_pass`). `plan` chooses between them; `loss`, `log_probs` and `decoding` run a task with one or the other.
 
@@ -20,22 +20,20 @@ mod vector;
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::contract::{Backend, LossResults};
 use crate::backend::distribution::Visit;
 use crate::backend::divergence::DivergenceTerms;
-use crate::backend::objective::{Objective, Scored, Task};
+use crate::backend::objective::{LossResults, Objective, Scored, Task};
 use crate::backend::operands::Operands;
 use crate::backend::plan::{Plan, Planned};
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
-use crate::tensors::id_lists::IdLists;
-use log_probs::{log_probs, scores};
-use loss::loss;
-use objective::divergence::divergence;
+pub(super) use activation::{bias_tanh, tanh_gradient};
+use objective::divergence;
 use operands::dtype::{with_type, Element};
-use operands::rounding;
-use plan::{plan, ranking_task, with_products};
-use products::{lists, matmul};
+pub(super) use operands::rounding::rounded;
+use plan::{ranking_task, with_products};
+pub(super) use products::lists::{list_product_gradients, list_products, scattered_rows};
+pub(super) use products::matmul::matmul;
 
 /// Computes with the type of the operands' numbers, and with the products that the plan is made for.
 macro_rules! with_planned {
@@ -44,95 +42,66 @@ macro_rules! with_planned {
     };
 }
 
-/// The CPU's backend. It computes f64 in f64, and f32, f16 and bf16 in f32.
-pub(super) struct Cpu;
+/// Makes the plan of a task.
+pub(super) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Planned> {
+    let plan = with_type!(operands.contexts.dtype(), T => plan::plan::<T>(operands, &task, budget))?;
+    Ok(Planned { operands: operands.clone(), needs_grad: task.needs_grad(), plan })
+}
 
-impl Backend for Cpu {
-    fn plan(&self, operands: &Operands, task: Task, budget: Option<usize>) -> Result<Planned> {
-        let plan = with_type!(operands.contexts.dtype(), T => plan::<T>(operands, &task, budget))?;
-        Ok(Planned { operands: operands.clone(), needs_grad: task.needs_grad(), plan })
-    }
+/// Computes an objective, and the gradients of the operands that need one.
+pub(super) fn loss(planned: &Planned, objective: &Objective) -> Result<LossResults> {
+    on_threads(
+        &planned.plan,
+        || with_planned!(planned, T, products => loss::loss::<T, _>(products, planned, objective)),
+    )
+}
 
-    fn loss(&self, planned: &Planned, objective: &Objective) -> Result<LossResults> {
-        on_threads(&planned.plan, || with_planned!(planned, T, products => loss::<T, _>(products, planned, objective)))
-    }
-
-    fn log_probs(&self, planned: &Planned, dtype: DType) -> Result<Tensor> {
-        with_planned!(planned, T, products => {
-            if dtype == planned.operands.contexts.dtype() {
-                log_probs::<T, T, _>(products, planned)
-            } else {
-                log_probs::<T, <T as Element>::Acc, _>(products, planned)
-            }
-        })
-    }
-
-    fn scores(&self, planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
-        on_threads(&planned.plan, || with_planned!(planned, T, products => scores::<T, _>(products, planned, scored)))
-    }
-
-    fn divergence(&self, log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
-        match log_probs.dtype() {
-            DType::F64 => divergence::<f64>(&log_probs, log_teacher, terms),
-            _ => divergence::<f32>(&log_probs, log_teacher, terms),
+/// Computes log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
+pub(super) fn log_probs(planned: &Planned, dtype: DType) -> Result<Tensor> {
+    with_planned!(planned, T, products => {
+        if dtype == planned.operands.contexts.dtype() {
+            log_probs::log_probs::<T, T, _>(products, planned)
+        } else {
+            log_probs::log_probs::<T, <T as Element>::Acc, _>(products, planned)
         }
-    }
+    })
+}
 
-    fn top_k(&self, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
-        let planned = self.plan(operands, ranking_task(operands.sizes, k), None)?;
-        with_planned!(&planned, T, products => decoding::top_k::<T, _>(products, &planned, k))
-    }
+/// Computes the scores of each position, `[positions, n + 2]`, and whether each candidate is the most probable id.
+pub(super) fn scores(planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
+    on_threads(
+        &planned.plan,
+        || with_planned!(planned, T, products => log_probs::scores::<T, _>(products, planned, scored)),
+    )
+}
 
-    fn visit<V: Visit>(&self, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-        let planned = self.plan(operands, Task::Visit, None)?;
-        with_planned!(&planned, T, products => decoding::visit::<T, _, V>(products, &planned, None, visit))
-    }
+/// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`.
+pub(super) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
+    let planned = plan(operands, ranking_task(operands.sizes, k), None)?;
+    with_planned!(&planned, T, products => decoding::top_k::<T, _>(products, &planned, k))
+}
 
-    fn visit_shard<V: Visit>(&self, operands: &Operands, shard: &VocabShard, visit: &V) -> Result<Vec<V::Output>> {
-        let planned = shard.agreed(self.plan(operands, Task::Visit, None))?;
-        with_planned!(&planned, T, products => decoding::visit::<T, _, V>(products, &planned, Some(shard), visit))
-    }
+/// Runs a query on each position's distribution.
+pub(super) fn visit<V: Visit>(operands: &Operands, query: &V) -> Result<Vec<V::Output>> {
+    let planned = plan(operands, Task::Visit, None)?;
+    with_planned!(&planned, T, products => decoding::visit::<T, _, V>(products, &planned, None, query))
+}
 
-    fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
-        match left.dtype() {
-            DType::BF16 => matmul::matmul(left, right),
-            _ => Ok(left.matmul(right)?),
-        }
-    }
+/// Runs a query on the part of each position's distribution that a shard has.
+pub(super) fn visit_shard<V: Visit>(operands: &Operands, shard: &VocabShard, query: &V) -> Result<Vec<V::Output>> {
+    let planned = shard.agreed(plan(operands, Task::Visit, None))?;
+    with_planned!(&planned, T, products => decoding::visit::<T, _, V>(products, &planned, Some(shard), query))
+}
 
-    fn list_products(&self, contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
-        lists::products(contexts, matrix, lists)
-    }
-
-    fn list_product_gradients(
-        &self,
-        contexts: &Tensor,
-        matrix: &Tensor,
-        lists: &IdLists,
-        upstream: &Tensor,
-        needed: [bool; 2],
-    ) -> Result<[Option<Tensor>; 2]> {
-        lists::gradients(contexts, matrix, lists, upstream, needed)
-    }
-
-    fn scattered_rows(&self, values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
-        lists::scattered_rows(values, ids, rows)
-    }
-
-    fn rounded(&self, gradient: &Tensor, dtype: DType) -> Result<Tensor> {
-        match (gradient.dtype(), dtype) {
-            (DType::F32, DType::BF16) => rounding::rounded::<half::bf16>(gradient),
-            (DType::F32, DType::F16) => rounding::rounded::<half::f16>(gradient),
-            _ => Ok(gradient.to_dtype(dtype)?),
-        }
-    }
-
-    fn bias_tanh(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor> {
-        activation::bias_tanh(z, bias)
-    }
-
-    fn tanh_gradient(&self, result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
-        activation::tanh_gradient(result, &upstream.contiguous()?)
+/// Computes the divergence of each row of log-probabilities from the teacher's, and its derivatives.
+pub(super) fn divergence(
+    log_probs: &Tensor,
+    log_teacher: &Tensor,
+    terms: &DivergenceTerms,
+) -> Result<(Tensor, Tensor)> {
+    match log_probs.dtype() {
+        DType::F64 => divergence::divergence::<f64>(log_probs, log_teacher, terms),
+        _ => divergence::divergence::<f32>(log_probs, log_teacher, terms),
     }
 }
 

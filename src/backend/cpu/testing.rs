@@ -6,6 +6,8 @@ mod argmax;
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
+use super::log_probs::log_probs;
+use super::loss::loss;
 use super::objective::results::{BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
 use super::one_pass::{OnePass, OnePassRequest};
@@ -15,9 +17,9 @@ use super::plan::{computation, with_products, Served};
 use super::products::multiplier::{Tiles, Vectors};
 use super::tiles::unit::TileUnit;
 use super::vector::simd::Isa;
-use super::{log_probs, loss, Cpu};
-use crate::backend::contract::{Backend, LossResults};
-use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
+
+use crate::backend::cpu;
+use crate::backend::objective::{GradScale, LossResults, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Plan, Planned};
 use crate::error::Result;
@@ -108,11 +110,11 @@ impl Case {
         let task = objective.task(operands, self.needs_grad)?;
         let many_rows = Sizes { positions: 1000, ..operands.sizes };
         assert_eq!(computation(&task, many_rows), Computation::OnePass);
-        let budget = self.budget.map(|factor| match Cpu.plan(operands, task, Some(0)) {
+        let budget = self.budget.map(|factor| match cpu::plan(operands, task, Some(0)) {
             Err(crate::Error::Workspace { least, .. }) => factor * least,
             other => panic!("a workspace of 0 bytes was accepted: {other:?}"),
         });
-        Cpu.plan(operands, task, budget)
+        cpu::plan(operands, task, budget)
     }
 
     /// Computes the loss by one computation.
@@ -169,7 +171,7 @@ impl Case {
                 let found = loss::<T, _>(tiles, &planned, &objective)?;
                 self.compare(flat(&found)?, flat(&vectors)?, Tolerances { losses: tolerance, gradients });
             }
-            let planned = Cpu.plan(&operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
+            let planned = cpu::plan(&operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
             let vectors = log_probs::<T, f32, _>(Vectors(isa), &planned)?;
             let found = log_probs::<T, f32, _>(tiles, &planned)?;
             let tolerances = Tolerances { losses: tolerance, gradients: tolerance };
@@ -366,9 +368,9 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let with_threads = |threads: usize, needs_grad: NeedsGrad| {
         in_pool(threads, || {
             let (operands, objective) = Case::new(800, 15, 24, 1500).operands()?;
-            let planned = Cpu.plan(&operands, objective.task(&operands, needs_grad)?, None)?;
+            let planned = cpu::plan(&operands, objective.task(&operands, needs_grad)?, None)?;
             assert!(planned.plan.chunks().count() > 1, "{}", planned.plan);
-            flat(&Cpu.loss(&planned, &objective)?)
+            flat(&cpu::loss(&planned, &objective)?)
         })
     };
     for needs_grad in [ALL, NeedsGrad::default()] {
@@ -410,11 +412,11 @@ fn the_least_budget_does_not_depend_on_the_number_of_threads() -> Result<()> {
                     loss.terms = terms;
                 }
                 let task = objective.task(&operands, needs_grad)?;
-                let plan = |budget| Cpu.plan(&operands, task, Some(budget));
+                let plan = |budget| cpu::plan(&operands, task, Some(budget));
                 let Err(crate::Error::Workspace { least, .. }) = plan(0) else { panic!("a workspace of 0 bytes") };
                 let (short, ample) = (plan(least)?, plan(1 << 30)?);
                 assert_eq!((short.plan.threads, ample.plan.threads), (1, threads));
-                Ok::<_, crate::Error>((least, flat(&Cpu.loss(&short, &objective)?)?))
+                Ok::<_, crate::Error>((least, flat(&cpu::loss(&short, &objective)?)?))
             })
         };
         let one = with_threads(1)?;

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::chunks::Chunks;
 use super::device::{Buffer, Gpu};
 use super::log_probs::log_probs;
-use crate::backend::contract::Backend;
+use super::plan::plan;
 use crate::backend::distribution::{Computed, Visit};
 use crate::backend::objective::Task;
 use crate::backend::operands::{NeedsGrad, Operands};
@@ -20,11 +20,11 @@ const MAX_K_ON_DEVICE: usize = 64;
 
 /// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`: on the device if `k` is small,
 /// otherwise on the host.
-pub(super) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
+pub(in crate::backend) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
     if k > MAX_K_ON_DEVICE {
         return tensors(&visit(gpu, operands, &TopKQuery { k })?, k, DType::F32, operands.device());
     }
-    let (ids, log_probs) = ranked(gpu, &gpu.plan(operands, Task::TopK { k }, None)?, k)?;
+    let (ids, log_probs) = ranked(gpu, &plan(gpu, operands, Task::TopK { k }, None)?, k)?;
     // Reading back synchronizes. A NaN is ranked first.
     let first = log_probs.narrow(1, 0, 1)?.contiguous()?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
     match first.iter().position(|x| x.is_nan() || *x == f32::NEG_INFINITY) {
@@ -47,8 +47,8 @@ pub(super) fn ranked<G: Gpu>(gpu: &G, planned: &Planned, k: usize) -> Result<(Te
 }
 
 /// Reads the log-probabilities of all ids, and answers the query on the host.
-pub(super) fn visit<G: Gpu, V: Visit>(gpu: &G, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
-    let planned = gpu.plan(operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
+pub(in crate::backend) fn visit<G: Gpu, V: Visit>(gpu: &G, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
+    let planned = plan(gpu, operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
     let log_probs = log_probs(gpu, &planned, DType::F32)?.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
     let offsets = if visit.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };
     let answer = |(position, row): (usize, &Vec<f32>)| {

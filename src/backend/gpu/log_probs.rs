@@ -11,7 +11,7 @@ use crate::backend::plan::Planned;
 use crate::error::Result;
 
 /// Computes the log-probabilities of all ids, `[positions, vocab]` in `dtype`.
-pub(super) fn log_probs<G: Gpu>(gpu: &G, planned: &Planned, dtype: DType) -> Result<Tensor> {
+pub(in crate::backend) fn log_probs<G: Gpu>(gpu: &G, planned: &Planned, dtype: DType) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = planned.operands.sizes;
     let to = Buffer::zeros(gpu, positions * vocab, dtype, planned.device())?;
     let chunks = Chunks::new(gpu, planned)?;
@@ -21,7 +21,11 @@ pub(super) fn log_probs<G: Gpu>(gpu: &G, planned: &Planned, dtype: DType) -> Res
 
 /// Computes the scores `[positions, n + 2]` from the first product, and whether each candidate is the most probable id,
 /// `[positions, n]`, if that is needed.
-pub(super) fn scores<G: Gpu>(gpu: &G, planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
+pub(in crate::backend) fn scores<G: Gpu>(
+    gpu: &G,
+    planned: &Planned,
+    scored: &Scored,
+) -> Result<(Tensor, Option<Tensor>)> {
     let chunks = Chunks::new(gpu, planned)?;
     let scores = DeviceScores::new(&chunks, scored)?;
     for positions in planned.plan.chunks() {

@@ -11,15 +11,17 @@ use super::log_probs::log_probs;
 use super::loss_chunks::{DeviceTargets, LossChunks};
 use super::objective::DeviceObjective;
 use super::own_targets::OwnTargets;
+use super::plan::plan;
 use super::shared_targets::{sum_context_gradients, SharedTargets};
-use crate::backend::contract::{Backend, Gradients, LossResults};
-use crate::backend::objective::{LogProbTerms, Objective, ScoreTerms, Scored, TargetLoss, Task};
+use crate::backend::objective::{
+    Gradients, LogProbTerms, LossResults, Objective, ScoreTerms, Scored, TargetLoss, Task,
+};
 use crate::backend::plan::Planned;
 use crate::backend::schedule::Steps;
 use crate::error::{Error, Result};
 
 /// Computes an objective and its gradients.
-pub(super) fn loss<G: Gpu>(gpu: &G, planned: &Planned, objective: &Objective) -> Result<LossResults> {
+pub(in crate::backend) fn loss<G: Gpu>(gpu: &G, planned: &Planned, objective: &Objective) -> Result<LossResults> {
     match objective {
         Objective::Targets(loss) => target_loss(gpu, planned, loss),
         Objective::LogProbs { upstream } => log_prob_gradients(gpu, planned, upstream),
@@ -107,7 +109,7 @@ fn score_loss<G: Gpu>(gpu: &G, planned: &Planned, scored: &Scored, terms: &Score
 /// Computes the loss that `terms` defines on the log-probabilities of all ids, chunk by chunk, and its gradients. The
 /// logits of a chunk are computed twice: for its log-probabilities, and for the gradient.
 fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Result<LossResults> {
-    let Planned { operands, needs_grad, plan } = planned;
+    let Planned { operands, needs_grad, .. } = planned;
     let device = operands.device();
     if operands.sizes.positions == 0 {
         let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device);
@@ -119,7 +121,8 @@ fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Re
     let (mut values, mut gradients) = (Vec::new(), Vec::new());
     let chunk_loss = |positions: Range<usize>| {
         let operands = operands.narrow(&positions)?;
-        let planned = gpu.plan(&operands, Task::LogProbs { needs_grad: *needs_grad }, Some(plan.budget_bytes))?;
+        let planned =
+            plan(gpu, &operands, Task::LogProbs { needs_grad: *needs_grad }, Some(planned.plan.budget_bytes))?;
         let (values, upstream) = terms(positions, log_probs(gpu, &planned, DType::F32)?)?;
         let gradients = if needs_grad.any() {
             log_prob_gradients(gpu, &planned, &upstream)?.gradients
@@ -128,7 +131,7 @@ fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Re
         };
         Ok::<_, Error>((values, gradients))
     };
-    for positions in plan.chunks() {
+    for positions in planned.plan.chunks() {
         let (chunk_values, chunk_gradients) = chunk_loss(positions)?;
         values.push(chunk_values);
         gradients.push(chunk_gradients);

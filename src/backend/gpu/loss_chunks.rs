@@ -14,8 +14,7 @@ use super::kernels::{
 };
 use super::objective::DeviceObjective;
 use super::shared_targets::SharedTargets;
-use crate::backend::contract::{Gradients, LossResults};
-use crate::backend::objective::GradientSoFar;
+use crate::backend::objective::{GradientSoFar, Gradients, LossResults};
 use crate::backend::operands::Sizes;
 use crate::backend::schedule::Steps;
 use crate::error::Result;

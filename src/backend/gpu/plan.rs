@@ -3,15 +3,21 @@
 use candle_core::DType;
 
 use super::chunks::ROW_ALIGN;
-use super::device::GpuKind;
+use super::device::Gpu;
 use super::device_scores::values_per_position;
 use crate::backend::objective::Task;
 use crate::backend::operands::{Operands, Sizes};
-use crate::backend::plan::{default, Computation, Needs, Plan};
+use crate::backend::plan::{default, Computation, Needs, Plan, Planned};
 use crate::error::{Error, Result};
 
-/// Makes the plan of a task.
-pub(super) fn plan(kind: &GpuKind, operands: &Operands, task: &Task, budget: Option<usize>) -> Result<Plan> {
+/// Makes the plan of a task, for operands in f16, bf16 or f32.
+pub(in crate::backend) fn plan<G: Gpu>(
+    gpu: &G,
+    operands: &Operands,
+    task: Task,
+    budget: Option<usize>,
+) -> Result<Planned> {
+    let kind = gpu.kind();
     let sizes @ Sizes { components, vocab, .. } = operands.sizes;
     let dtype = match operands.contexts.dtype() {
         dtype @ (DType::F32 | DType::F16 | DType::BF16) => dtype,
@@ -50,5 +56,6 @@ pub(super) fn plan(kind: &GpuKind, operands: &Operands, task: &Task, budget: Opt
         kernels: kind.kernels,
         threads: 1,
     };
-    Plan::new(sizes.positions, components, needs, budget)
+    let plan = Plan::new(sizes.positions, components, needs, budget)?;
+    Ok(Planned { operands: operands.clone(), needs_grad: task.needs_grad(), plan })
 }

@@ -9,7 +9,7 @@ use super::list::{ListScores, ListTeacher};
 use super::options::{DistillOptions, Teacher, TeacherKind};
 use super::positions::{CountedPositions, StudentShape};
 use super::terms::{check_teacher_tensor, DistillTerms};
-use crate::backend::contract::LossResults;
+use crate::backend::objective::LossResults;
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::loss::Loss;

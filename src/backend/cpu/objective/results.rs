@@ -7,11 +7,11 @@ use half::bf16;
 
 use super::components::PositionLoss;
 use super::targets::Targets;
-use crate::backend::contract::{Gradients, LossResults};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::Float;
+use crate::backend::objective::{Gradients, LossResults};
 use crate::backend::operands::{NeedsGrad, Sizes};
 use crate::backend::plan::Planned;
 use crate::error::{Error, Result};

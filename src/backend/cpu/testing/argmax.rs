@@ -1,7 +1,7 @@
 //! Both computations find, with every instruction set and number of threads, at which positions the target is the most
 //! probable id.
 
-use super::super::scores;
+use super::super::log_probs::scores;
 use super::super::two_pass::TwoPasses;
 use super::*;
 use crate::backend::objective::Scored;
@@ -50,7 +50,7 @@ fn is_correct<T: Served>(operands: &Operands, targets: &[i64], run: Run) -> Resu
         own_shifts: None,
         so_far: None,
     };
-    let planned = with_computation(Cpu.plan(operands, loss.task(NeedsGrad::default()), budget)?, computation);
+    let planned = with_computation(cpu::plan(operands, loss.task(NeedsGrad::default()), budget)?, computation);
     let targets = Targets::from_ids(&loss, operands.sizes, operands.sizes.vocab)?;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let inputs = Inputs { isa, ..inputs };
@@ -74,8 +74,8 @@ fn is_correct<T: Served>(operands: &Operands, targets: &[i64], run: Run) -> Resu
 
 /// Returns the most probable id of each position, from log-probabilities in f64; among equals it is the lowest.
 fn argmax(operands: &Operands) -> Result<Vec<usize>> {
-    let planned = Cpu.plan(operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
-    let rows = Cpu.log_probs(&planned, DType::F64)?.to_vec2::<f64>()?;
+    let planned = cpu::plan(operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
+    let rows = cpu::log_probs(&planned, DType::F64)?.to_vec2::<f64>()?;
     let row_argmax = |row: &Vec<f64>| {
         let argmax = row.iter().enumerate().fold(0, |argmax, (id, x)| if *x > row[argmax] { id } else { argmax });
         // The log-probabilities of equal ids may differ in the last bit.
@@ -161,7 +161,7 @@ fn tiles_find_the_most_probable_ids() -> Result<()> {
             let token_ids = Tensor::from_vec(ids, (12, 5), &Device::Cpu)?;
             let scored =
                 Scored { token_ids, needs_entropy: false, needs_outside: false, needs_argmax: true, temperature: 1.0 };
-            let planned = Cpu.plan(&operands, scored.task(&operands, NeedsGrad::default())?, None)?;
+            let planned = cpu::plan(&operands, scored.task(&operands, NeedsGrad::default())?, None)?;
             assert_eq!(planned.plan.computation, Computation::OnePass);
             let found = scores::<half::bf16, _>(Tiles { unit, isa }, &planned, &scored)?;
             let expected: Vec<u8> = (0..12).flat_map(|t| [0, u8::from(t == 5), 1, 0, 1]).collect();
@@ -190,6 +190,6 @@ fn the_argmax_does_not_depend_on_the_number_of_threads() -> Result<()> {
 
 /// Returns the most probable ids as targets.
 fn argmax_targets(operands: &Operands) -> Result<Vec<i64>> {
-    let (ids, _) = Cpu.top_k(operands, 1)?;
+    let (ids, _) = cpu::top_k(operands, 1)?;
     Ok(ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(i64::from).collect())
 }

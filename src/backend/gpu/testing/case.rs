@@ -1,12 +1,11 @@
 //! Test cases for the whole backend, and the errors of its results relative to the CPU's in f64 (the truth).
 
 use super::*;
-use crate::backend;
-use crate::backend::contract::Backend;
 use crate::backend::gpu::decoding::ranked;
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetKind, TargetLoss, Task};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Planned;
+use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Precision, Reduction};
 
 /// The operands that every case has.
@@ -123,7 +122,7 @@ impl Case {
 
     /// The plan for a task, with as many positions per chunk as the case has.
     pub(super) fn plan_task(&self, gpu: &EmulatedGpu, operands: &Operands, task: Task) -> Planned {
-        let plan = |budget| gpu.plan(operands, task, budget);
+        let plan = |budget| gpu::plan(gpu, operands, task, budget);
         if self.sizes.positions == 0 {
             return plan(None).unwrap();
         }
@@ -140,7 +139,7 @@ impl Case {
         let true_objective = objective(DType::F64);
         let task = true_objective.task(&truth_operands, self.needs_grad()).unwrap();
         let truth = backend::loss(&backend::plan(&truth_operands, task, None).unwrap(), &true_objective).unwrap();
-        let got = gpu.loss(&self.plan(gpu), &objective(DType::F32)).unwrap();
+        let got = gpu::loss(gpu, &self.plan(gpu), &objective(DType::F32)).unwrap();
         let mut pairs = vec![
             ("contexts", got.gradients.contexts, truth.gradients.contexts),
             ("log_priors", got.gradients.log_priors, truth.gradients.log_priors),

@@ -7,10 +7,9 @@ use candle_core::{DType, Device, Tensor};
 use super::case::{case, error, Case};
 use super::*;
 
-use crate::backend;
-use crate::backend::contract::Backend;
 use crate::backend::divergence::{Divergence, DivergenceTerms};
 use crate::backend::objective::Objective;
+use crate::backend::{self, gpu};
 
 /// A teacher's log-probabilities `[positions, vocab]`.
 fn teacher(positions: usize, vocab: usize) -> Tensor {
@@ -44,7 +43,7 @@ fn losses_of_log_probabilities_equal_those_of_the_cpu_in_f64() {
                     let objective = divergence_loss(&case, DType::F32, divergence);
                     let operands = case.operands(dtype);
                     let task = objective.task(&operands, case.needs_grad()).unwrap();
-                    let found = gpu.loss(&case.plan_task(&gpu, &operands, task), &objective).unwrap();
+                    let found = gpu::loss(&gpu, &case.plan_task(&gpu, &operands, task), &objective).unwrap();
                     let planned = backend::plan(&case.operands(DType::F64), task, None).unwrap();
                     let truth = backend::loss(&planned, &divergence_loss(&case, DType::F64, divergence)).unwrap();
                     for (name, found, truth) in [

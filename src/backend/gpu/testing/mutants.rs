@@ -4,7 +4,7 @@ use super::case::{case, error, options, top_k_and_truth, Case};
 use super::scores::{scored, ScoreCase};
 use super::*;
 
-use crate::backend::contract::Backend;
+use crate::backend::gpu;
 use crate::backend::objective::{Objective, TargetLoss};
 use crate::loss::{LossOptions, Reduction};
 
@@ -94,7 +94,7 @@ fn wrong_kernels_are_caught() {
         let is_wrong = |gpu: &EmulatedGpu| {
             let log_probs_are_wrong = || {
                 let planned = cases[2].plan_for(gpu, &cases[2].operands(DType::BF16));
-                exceeds(error(&gpu.log_probs(&planned, DType::BF16).unwrap(), &cases[2].true_log_probs()), 1e-2)
+                exceeds(error(&gpu::log_probs(gpu, &planned, DType::BF16).unwrap(), &cases[2].true_log_probs()), 1e-2)
             };
             let is_wrong =
                 |case: &Case| exceeds(case.loss_error(gpu, |dtype| case.objective(dtype)).0, case.tolerance());
@@ -143,7 +143,7 @@ fn an_access_outside_a_tensor_ends_the_process() {
             }),
             objective => objective,
         };
-        gpu.loss(&case.plan(&gpu), &objective(DType::F32)).unwrap();
+        gpu::loss(&gpu, &case.plan(&gpu), &objective(DType::F32)).unwrap();
         return;
     }
     if EmulatedGpu::all().next().is_none() {

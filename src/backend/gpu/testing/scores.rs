@@ -5,11 +5,10 @@ use std::sync::Arc;
 use super::case::{case, error, random, Case};
 use super::*;
 
-use crate::backend;
-use crate::backend::contract::{Backend, LossResults};
-use crate::backend::objective::{Objective, Scored, POSITION_SCORES};
+use crate::backend::objective::{LossResults, Objective, Scored, POSITION_SCORES};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Planned;
+use crate::backend::{self, gpu};
 
 /// A mixture with scores and an upstream gradient for each.
 pub(super) struct ScoreCase {
@@ -119,9 +118,9 @@ impl ScoreCase {
 
     /// The scores and the loss on the emulated GPU.
     fn found(&self, gpu: &EmulatedGpu, factor: f64) -> (Tensor, LossResults) {
-        let scores = gpu.scores(&self.plan(gpu, NeedsGrad::default()), &self.scored()).unwrap();
+        let scores = gpu::scores(gpu, &self.plan(gpu, NeedsGrad::default()), &self.scored()).unwrap();
         let objective = self.objective(self.mixture.dtype, factor);
-        (joined(scores), gpu.loss(&self.plan(gpu, self.mixture.needs_grad()), &objective).unwrap())
+        (joined(scores), gpu::loss(gpu, &self.plan(gpu, self.mixture.needs_grad()), &objective).unwrap())
     }
 
     /// The largest error, as of [`Case::loss_error`], of the results for upstream gradients times a factor.
@@ -284,7 +283,7 @@ fn a_nan_or_infinite_upstream_gradient_stays_at_its_position() {
                 let terms = move |_, scores: &Tensor| Ok((scores.sum(1)?, upstream.clone()));
                 let needs_grad = NeedsGrad { contexts: true, ..NeedsGrad::default() };
                 let objective = Objective::Scores { scored: case.scored(), terms: Arc::new(terms) };
-                let loss = gpu.loss(&case.plan(&gpu, needs_grad), &objective).unwrap();
+                let loss = gpu::loss(&gpu, &case.plan(&gpu, needs_grad), &objective).unwrap();
                 let contexts = loss.gradients.contexts.unwrap().flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
                 for (position, gradient) in contexts.iter().enumerate() {
                     assert_eq!(gradient.iter().all(|g| g.is_finite()), position != 1, "{value} {dtype:?} {contexts:?}");
@@ -302,7 +301,7 @@ fn a_candidate_outside_the_vocabulary_has_a_nan_score() {
             let token_ids = Tensor::new(&[[1i64, 9], [10, 0], [i64::MAX, -1], [2, -7]], &Device::Cpu).unwrap();
             let scored = Scored { token_ids, ..case.scored() };
             let planned = case.plan(&gpu, case.mixture.needs_grad());
-            let scores = gpu.scores(&planned, &scored).unwrap().0.to_vec2::<f32>().unwrap();
+            let scores = gpu::scores(&gpu, &planned, &scored).unwrap().0.to_vec2::<f32>().unwrap();
             let is_nan: Vec<[bool; 2]> = scores.iter().map(|row| [row[0].is_nan(), row[1].is_nan()]).collect();
             assert_eq!(is_nan, [[false, false], [true, false], [true, true], [false, true]]);
             // The last one has no upstream gradient.
@@ -312,7 +311,7 @@ fn a_candidate_outside_the_vocabulary_has_a_nan_score() {
             let terms = move |positions: std::ops::Range<usize>, scores: &Tensor| {
                 Ok((scores.sum(1)?, upstream.narrow(0, positions.start, positions.len())?))
             };
-            let loss = gpu.loss(&planned, &Objective::Scores { scored, terms: Arc::new(terms) }).unwrap();
+            let loss = gpu::loss(&gpu, &planned, &Objective::Scores { scored, terms: Arc::new(terms) }).unwrap();
             let contexts = loss.gradients.contexts.unwrap().flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
             let is_nan: Vec<bool> = contexts.iter().map(|gradient| gradient.iter().any(|g| g.is_nan())).collect();
             assert_eq!(is_nan, [false, true, true, false]);
@@ -327,7 +326,7 @@ fn impossible_candidates_have_a_score_of_minus_infinity() {
             let case = ScoreCase { masked: true, ..scored(case(3, components, 3, 10), 1, true, temperature) };
             let token_ids = Tensor::new(&[[1u32], [2], [4]], &Device::Cpu).unwrap();
             let scored = Scored { token_ids, ..case.scored() };
-            let found = joined(gpu.scores(&case.plan(&gpu, NeedsGrad::default()), &scored).unwrap());
+            let found = joined(gpu::scores(&gpu, &case.plan(&gpu, NeedsGrad::default()), &scored).unwrap());
             let truth = case.operands(DType::F64);
             let planned = backend::plan(&truth, scored.task(&truth, NeedsGrad::default()).unwrap(), None).unwrap();
             let truth = joined(backend::scores(&planned, &scored).unwrap());
@@ -344,7 +343,7 @@ fn scores_that_do_not_depend_on_all_ids_need_no_workspace_for_them() {
             let case = scored(Case { chunk: 5, ..case(5, 1, 4, 1000) }, 1, entropy, temperature);
             let operands = case.operands(DType::F32);
             let task = case.scored().task(&operands, case.mixture.needs_grad()).unwrap();
-            gpu.plan(&operands, task, None).unwrap().plan.workspace_bytes
+            gpu::plan(&gpu, &operands, task, None).unwrap().plan.workspace_bytes
         };
         let row = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
         assert_eq!(bytes(true, 1.0), bytes(false, 1.0) + row);

@@ -5,11 +5,11 @@ use proptest::prelude::*;
 use super::case::{case, error, options, plain_objective, random, top_k_and_truth, Case, ALL};
 use super::*;
 
-use crate::backend;
-use crate::backend::contract::Backend;
 use crate::backend::gpu::decoding::ranked;
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands};
+use crate::backend::ranking::TopKQuery;
+use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 #[test]
@@ -37,7 +37,7 @@ fn adapters_equal_those_of_the_cpu_in_f64() {
                     let options = options(Reduction::Mean, smoothing, 0.0, true);
                     let case = Case { dtype, rank, transposed, options, ..case(positions, 3, 8, 37) };
                     case.check(&gpu);
-                    let found = gpu.log_probs(&case.plan(&gpu), dtype).unwrap();
+                    let found = gpu::log_probs(&gpu, &case.plan(&gpu), dtype).unwrap();
                     assert!(error(&found, &case.true_log_probs()) <= case.tolerance());
                 }
             }
@@ -68,7 +68,7 @@ fn f64_is_an_error_that_names_the_backend() {
         let case = case(2, 1, 3, 5);
         let (operands, task) = (case.operands(DType::F64), Task::LogProbs { needs_grad: NeedsGrad::default() });
         let name = gpu.kind().kernels.to_string();
-        let plan = gpu.plan(&operands, task, None);
+        let plan = gpu::plan(&gpu, &operands, task, None);
         let Err(crate::Error::DType { argument: "hidden", expected, got: DType::F64 }) = plan else {
             panic!("{plan:?}")
         };
@@ -124,7 +124,7 @@ fn responsibilities_of_improbable_targets_sum_to_one() {
             let case = Case { bias, ..case(9, 3, 6, 41) };
             let objective =
                 plain_objective((0..9).map(|t| t * 4).collect(), LossTerms::default(), GradScale::Constant(1.0));
-            let outcome = gpu.loss(&case.plan(&gpu), &objective).unwrap();
+            let outcome = gpu::loss(&gpu, &case.plan(&gpu), &objective).unwrap();
             let sums = outcome.gradients.log_priors.unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
             assert!(sums.iter().all(|sum| (sum + 1.0).abs() < 1e-6), "{bias}: {sums:?} {:?}", gpu.language);
         }
@@ -174,7 +174,7 @@ fn a_z_loss_that_cancels_the_mass_keeps_the_gradient_of_the_target() {
             ..case.operands(DType::F32)
         };
         let objective = plain_objective(vec![0], case.options.terms(), GradScale::Constant(1.0));
-        let outcome = gpu.loss(&case.plan_for(&gpu, &operands), &objective).unwrap();
+        let outcome = gpu::loss(&gpu, &case.plan_for(&gpu, &operands), &objective).unwrap();
         assert_eq!(outcome.gradients.weight.unwrap().to_vec2::<f32>().unwrap(), [[-1.0]], "{:?}", gpu.language);
     }
 }
@@ -184,7 +184,7 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
     for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let case = Case { dtype, ..case(5, 3, 6, 37) };
-            let found = gpu.log_probs(&case.plan(&gpu), dtype).unwrap();
+            let found = gpu::log_probs(&gpu, &case.plan(&gpu), dtype).unwrap();
             assert!(error(&found, &case.true_log_probs()) <= case.tolerance());
 
             let upstream = random(8, &[5, 37], 1.0);
@@ -210,11 +210,28 @@ fn the_most_probable_ids_equal_those_of_a_sort() {
 }
 
 #[test]
+fn the_host_ranks_many_ids_as_the_device_ranks_a_few() {
+    for gpu in EmulatedGpu::all() {
+        for components in [1, 3] {
+            let operands = case(5, components, 6, 90).operands(DType::F32);
+            let ((few_ids, few), (ids, log_probs)) =
+                (gpu::top_k(&gpu, &operands, 7).unwrap(), gpu::top_k(&gpu, &operands, 80).unwrap());
+            let first = |tensor: &Tensor| tensor.narrow(1, 0, 7).unwrap();
+            assert_eq!(first(&ids).to_vec2::<u32>().unwrap(), few_ids.to_vec2::<u32>().unwrap());
+            assert_eq!(first(&log_probs).to_vec2::<f32>().unwrap(), few.to_vec2::<f32>().unwrap());
+            let same = gpu::visit(&gpu, &operands, &TopKQuery { k: 7 }).unwrap();
+            let same: Vec<u32> = same.into_iter().flatten().map(|(_, id)| id).collect();
+            assert_eq!(same, few_ids.flatten_all().unwrap().to_vec1::<u32>().unwrap());
+        }
+    }
+}
+
+#[test]
 fn the_plan_of_a_ranking_has_room_for_the_log_probabilities_of_a_chunk() {
     for gpu in EmulatedGpu::all() {
         let bytes = |task| {
             let operands = Case { chunk: 5, ..case(5, 2, 4, 1000) }.operands(DType::F32);
-            gpu.plan(&operands, task, None).unwrap().plan.workspace_bytes
+            gpu::plan(&gpu, &operands, task, None).unwrap().plan.workspace_bytes
         };
         let all = Task::LogProbs { needs_grad: NeedsGrad::default() };
         let log_probs = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
@@ -246,7 +263,7 @@ fn a_target_outside_the_vocabulary_has_a_nan_loss() {
     for gpu in EmulatedGpu::all() {
         let case = case(4, 2, 3, 10);
         let objective = plain_objective(vec![1, 10, i64::MAX, -1], LossTerms::default(), GradScale::OneOverCount);
-        let outcome = gpu.loss(&case.plan(&gpu), &objective).unwrap();
+        let outcome = gpu::loss(&gpu, &case.plan(&gpu), &objective).unwrap();
         let nll = outcome.nll.to_vec1::<f32>().unwrap();
         assert!(nll[0].is_finite() && nll[1..].iter().all(|x| x.is_nan()), "{nll:?}");
         assert!(outcome.sum.to_scalar::<f32>().unwrap().is_nan());
@@ -269,7 +286,7 @@ fn infinities_and_nan_are_where_they_are_on_the_cpu() {
                 let objective = case.objective(DType::F64);
                 let planned = backend::plan(&truth, objective.task(&truth, ALL).unwrap(), None).unwrap();
                 let truth = backend::loss(&planned, &objective).unwrap();
-                let got = gpu.loss(&case.plan_for(&gpu, &got), &case.objective(DType::F32)).unwrap();
+                let got = gpu::loss(&gpu, &case.plan_for(&gpu, &got), &case.objective(DType::F32)).unwrap();
                 assert!(error(&got.nll, &truth.nll) <= 1e-5, "{value} {:?} {:?}", got.nll, truth.nll);
                 let (got, truth) = (got.gradients.contexts.unwrap(), truth.gradients.contexts.unwrap());
                 assert!(error(&got, &truth) <= 1e-4, "{value} K = {components}");

@@ -16,24 +16,25 @@ program=$(cargo test --quiet --features distributed --test walks --no-run --mess
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# Prints the file and the cost of each function of src.
+# Prints each function of src with its file, and its cost.
 costs() {
     awk -v root="$PWD/src/" '
-        /^f[lie]=/ { id = $1; sub(/^f[lie]=/, "", id); if (NF > 1) name[id] = $2; file = name[id]; if (/^fl=/) home = file; next }
-        /^fn=/ { id = $1; sub(/^fn=/, "", id); if (NF > 1) { n = $0; sub(/^[^ ]* /, "", n); fname[id] = n } fn = fname[id]; next }
+        /^f[lie]=/ { file = substr($0, 4); next }
+        /^fn=/ { fn = substr($0, 4); next }
         /^calls=/ { getline; next }
-        /^[+*0-9-]/ { if (index(file, "src/") && file !~ /registry|rustc|library/) cost[file " " fn] += $2 }
+        /^[0-9]/ && index(file, root) == 1 { cost[substr(file, length(root) + 1) "\t" fn] += $2 }
         END { for (key in cost) print key "\t" cost[key] }' "$1"
 }
 
 for test in "${tests[@]}"; do
     for run in setup whole; do
-        RAYON_NUM_THREADS=1 MOS_HEAD_WALK=$run valgrind --tool=callgrind --callgrind-out-file="$folder/$run" \
+        RAYON_NUM_THREADS=1 MOS_HEAD_WALK=$run valgrind --tool=callgrind \
+            --compress-strings=no --compress-pos=no --callgrind-out-file="$folder/$run" \
             "$program" --exact "$test" --test-threads=1 >"$folder/log" 2>&1 || { cat "$folder/log" >&2; exit 1; }
         costs "$folder/$run" | sort >"$folder/$run.txt"
     done
-    awk -F '\t' 'NR == FNR { before[$1] = $2; next } $2 > before[$1] { split($1, part, " "); print part[1] }' \
-        "$folder/setup.txt" "$folder/whole.txt" | grep -o 'src/.*' | sort -u >"$folder/files"
+    awk -F '\t' 'NR == FNR { before[$1 FS $2] = $3; next } $3 > before[$1 FS $2] { print $1 }' \
+        "$folder/setup.txt" "$folder/whole.txt" | sort -u >"$folder/files"
     echo "$test: $(wc -l <"$folder/files") files"
     sed 's/^/    /' "$folder/files"
 done

@@ -1,13 +1,12 @@
-//! The dispatch of each operation to the backend of its operands' device: the CPU, or a GPU that this build has kernels
-//! for.
+//! The operations of a backend: the functions of this file, each computed on the device of its operands, the CPU or a GPU
+//! that this build has kernels for. The CPU supports f16, bf16, f32 and f64; GPUs support f16, bf16 and f32.
 //!
-//! [`contract`] defines the operations of a backend, [`plan`] cuts the work into chunks, and [`schedule`] orders the
-//! steps of a chunk. `cpu` and `gpu` implement them; `gpu` launches its kernels through `cuda` or `metal`. Each function
-//! of this file is an operation of [`Backend`], which documents it.
+//! [`objective`] defines what is asked of a backend, [`mod@plan`] cuts the work into chunks, and [`schedule`] orders the
+//! steps of a chunk. `cpu` and `gpu` have functions of the operations' names; `gpu` launches its kernels through `cuda` or
+//! `metal`. Operations for which only the CPU has kernels are composed of candle's on a GPU.
 
 pub(crate) mod agreement;
 pub(crate) mod collectives;
-pub(crate) mod contract;
 mod cpu;
 #[cfg(any(feature = "cuda", all(test, target_os = "linux")))]
 mod cuda;
@@ -24,46 +23,47 @@ pub(crate) mod ranking;
 mod schedule;
 pub(crate) mod shard;
 mod shared_rows;
-pub(crate) mod task;
 
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::tensors::id_lists::IdLists;
-use contract::{Backend, Gradients, LossResults};
+use crate::tensors::id_lists::{self, IdLists};
 use distribution::Visit;
 use divergence::DivergenceTerms;
-use objective::{LogProbTerms, Objective, ScoreTerms, Scored};
-use operands::{NeedsGrad, Operands};
-use plan::Plan;
+use objective::{LossResults, Objective, Scored, Task};
+use operands::Operands;
+use plan::Planned;
 use shard::VocabShard;
-use task::Task;
 
 #[cfg(feature = "nccl")]
 pub(crate) use cuda::Communicator;
 
-/// Evaluates `$call` with `$backend` bound to the backend of `$device`.
+/// Calls a function of `cpu`, or of `gpu` with the GPU before the other arguments.
 macro_rules! on_device {
-    ($device:expr, $backend:ident => $call:expr) => {
+    ($device:expr, $operation:ident($($argument:ident),*)) => {
         match $device {
-            Device::Cpu => {
-                let $backend = cpu::Cpu;
-                $call
-            }
+            Device::Cpu => cpu::$operation($($argument),*),
             #[cfg(feature = "cuda")]
-            device @ Device::Cuda(_) => {
-                let $backend = gpu::GpuBackend(cuda::Cuda::from_device(device)?);
-                $call
-            }
+            device @ Device::Cuda(_) => gpu::$operation(&cuda::Cuda::from_device(device)?, $($argument),*),
             #[cfg(feature = "metal")]
-            device @ Device::Metal(_) => {
-                let $backend = gpu::GpuBackend(metal::Metal::from_device(device)?);
-                $call
-            }
+            device @ Device::Metal(_) => gpu::$operation(&metal::Metal::from_device(device)?, $($argument),*),
             #[allow(unreachable_patterns)] // unreachable with both features
             device => Err(unsupported(device)),
         }
     };
+}
+
+/// Returns whether a device is the CPU. It is an error if it is a GPU that this build has no kernels for.
+fn is_cpu(device: &Device) -> Result<bool> {
+    match device {
+        Device::Cpu => Ok(true),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => Ok(false),
+        #[cfg(feature = "metal")]
+        Device::Metal(_) => Ok(false),
+        #[allow(unreachable_patterns)] // unreachable with both features
+        device => Err(unsupported(device)),
+    }
 }
 
 /// Returns the error for a device that this build has no kernels for.
@@ -74,43 +74,128 @@ fn unsupported(device: &Device) -> Error {
     Error::Device { argument: "hidden", expected: expected.join(" or "), got: format!("{:?}", device.location()) }
 }
 
-/// Defines functions of the names of [`Backend`]'s operations: each calls the operation of the backend of its first
-/// argument's device, with the same arguments.
-macro_rules! dispatch {
-    ($(
-        fn $operation:ident$(<$query:ident>)?($first:ident: $first_type:ty$(, $argument:ident: $type:ty)*) -> $result:ty;
-    )*) => {$(
-        #[doc = concat!("Calls [`Backend::", stringify!($operation), "`] of the backend of the first argument's device.")]
-        pub(crate) fn $operation$(<$query: Visit>)?($first: $first_type$(, $argument: $type)*) -> Result<$result> {
-            let device = $first.device().clone();
-            on_device!(&device, backend => backend.$operation($first$(, $argument)*))
-        }
-    )*};
+/// Chooses the computation of a task, and cuts the positions into chunks.
+pub(crate) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Planned> {
+    on_device!(operands.device(), plan(operands, task, budget))
 }
 
-dispatch! {
-    fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Plan;
-    fn loss(operands: &Operands, objective: &Objective, needs_grad: NeedsGrad, plan: &Plan) -> LossResults;
-    fn log_probs(operands: &Operands, dtype: DType, plan: &Plan) -> Tensor;
-    fn scores(operands: &Operands, scored: &Scored, plan: &Plan) -> (Tensor, Option<Tensor>);
-    fn score_gradients(
-        operands: &Operands, scored: &Scored, upstream: &Tensor, needs_grad: NeedsGrad, plan: &Plan
-    ) -> Gradients;
-    fn score_loss(
-        operands: &Operands, scored: &Scored, terms: &ScoreTerms, needs_grad: NeedsGrad, plan: &Plan
-    ) -> LossResults;
-    fn log_prob_loss(operands: &Operands, terms: &LogProbTerms, needs_grad: NeedsGrad, plan: &Plan) -> LossResults;
-    fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> (Tensor, Tensor);
-    fn top_k(operands: &Operands, k: usize) -> (Tensor, Tensor);
-    fn visit<V>(operands: &Operands, query: &V) -> Vec<V::Output>;
-    fn visit_shard<V>(operands: &Operands, shard: &VocabShard, query: &V) -> Vec<V::Output>;
-    fn matmul(left: &Tensor, right: &Tensor) -> Tensor;
-    fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Tensor;
-    fn list_product_gradients(
-        contexts: &Tensor, matrix: &Tensor, lists: &IdLists, upstream: &Tensor, needed: [bool; 2]
-    ) -> [Option<Tensor>; 2];
-    fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Tensor;
-    fn rounded(gradient: &Tensor, dtype: DType) -> Tensor;
-    fn bias_tanh(z: &Tensor, bias: &Tensor) -> Tensor;
-    fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Tensor;
+/// Computes an objective, and the gradients of the operands that need one.
+pub(crate) fn loss(planned: &Planned, objective: &Objective) -> Result<LossResults> {
+    on_device!(planned.device(), loss(planned, objective))
+}
+
+/// Computes log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
+pub(crate) fn log_probs(planned: &Planned, dtype: DType) -> Result<Tensor> {
+    on_device!(planned.device(), log_probs(planned, dtype))
+}
+
+/// Computes the scores of each position, `[positions, n + 2]` in the accumulation dtype: log-probabilities, the entropy, and
+/// the logarithm of the mass outside the ids. If [`Scored::needs_argmax`], it also tells whether each id is the most
+/// probable of all, `[positions, n]` in u8: among equal ids the lowest is, and none is if the distribution is not defined.
+pub(crate) fn scores(planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
+    on_device!(planned.device(), scores(planned, scored))
+}
+
+/// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`, in u32 and in the accumulation dtype,
+/// in descending order of probability; ties go to the lower id. If a position has no distribution, it returns an error
+/// that names the first such position.
+pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
+    on_device!(operands.device(), top_k(operands, k))
+}
+
+/// Runs a query on each position's distribution.
+pub(crate) fn visit<V: Visit>(operands: &Operands, query: &V) -> Result<Vec<V::Output>> {
+    on_device!(operands.device(), visit(operands, query))
+}
+
+/// Runs a query on the part of each position's distribution that a shard has: its own ids, with their log-probabilities
+/// under the whole vocabulary. Every rank calls it.
+pub(crate) fn visit_shard<V: Visit>(operands: &Operands, shard: &VocabShard, query: &V) -> Result<Vec<V::Output>> {
+    if is_cpu(operands.device())? {
+        return cpu::visit_shard(operands, shard, query);
+    }
+    let got = format!("{:?}", operands.device().location());
+    Err(Error::Device { argument: "contexts", expected: "Cpu".into(), got })
+}
+
+/// Computes the divergence of each row of log-probabilities `[n, vocab]` from the teacher's, `[n]`, and its derivatives by the
+/// log-probabilities, times their scales. Nothing else refers to the log-probabilities, which may be overwritten.
+pub(crate) fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
+    if is_cpu(log_probs.device())? {
+        cpu::divergence(&log_probs, log_teacher, terms)
+    } else {
+        divergence::composed(&log_probs, log_teacher, terms)
+    }
+}
+
+/// Computes the product of two matrices.
+pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    if is_cpu(left.device())? {
+        cpu::matmul(left, right)
+    } else {
+        Ok(left.matmul(right)?)
+    }
+}
+
+/// Computes the products of each context, `[positions, d]`, with the matrix's rows of its list of ids, `[positions, longest]`
+/// in the accumulation dtype; entries past the end of a list are unspecified. The matrix is contiguous, or the transpose
+/// of a contiguous one.
+pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+    if is_cpu(contexts.device())? {
+        cpu::list_products(contexts, matrix, lists)
+    } else {
+        id_lists::list_products(contexts, matrix, lists)
+    }
+}
+
+/// Computes the gradients of contexts and matrix from the `upstream` gradient of [`list_products`], each if it is `needed`,
+/// in the operands' dtype.
+pub(crate) fn list_product_gradients(
+    contexts: &Tensor,
+    matrix: &Tensor,
+    lists: &IdLists,
+    upstream: &Tensor,
+    needed: [bool; 2],
+) -> Result<[Option<Tensor>; 2]> {
+    if is_cpu(contexts.device())? {
+        cpu::list_product_gradients(contexts, matrix, lists, upstream, needed)
+    } else {
+        id_lists::list_product_gradients(contexts, matrix, lists, upstream, needed)
+    }
+}
+
+/// Makes a matrix `[rows, d]` that has these values in the rows `ids`, which ascend without repeats, and zeros elsewhere.
+pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
+    if is_cpu(values.device())? {
+        cpu::scattered_rows(values, ids, rows)
+    } else {
+        id_lists::scattered_rows(values, ids, rows)
+    }
+}
+
+/// Converts a gradient to the dtype of its operand.
+pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
+    if is_cpu(gradient.device())? {
+        cpu::rounded(gradient, dtype)
+    } else {
+        Ok(gradient.to_dtype(dtype)?)
+    }
+}
+
+/// Computes `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
+pub(crate) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    if is_cpu(z.device())? {
+        cpu::bias_tanh(z, bias)
+    } else {
+        Ok(z.broadcast_add(bias)?.tanh()?)
+    }
+}
+
+/// Computes the gradient of the argument of `tanh`, from its result and the gradient of the result.
+pub(crate) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
+    if is_cpu(result.device())? {
+        cpu::tanh_gradient(result, upstream)
+    } else {
+        Ok((upstream - (result.sqr()? * upstream)?)?)
+    }
 }

@@ -1,5 +1,5 @@
-//! The objective, which is computed of each position and summed: a loss over targets, scores, or a function of
-//! log-probabilities.
+//! What is asked of a backend: the objective, which is computed of each position and summed, with the results of its loss,
+//! and the task that a plan is made for.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,32 +7,157 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::backprop::GradStore;
 use candle_core::Tensor;
 
+use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 
 /// The objective whose value and gradients are computed.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) enum Objective {
     /// A loss over targets.
     Targets(TargetLoss),
     /// The inner product of the log-probabilities and `upstream`, `[positions, vocab]` in the accumulation dtype.
     LogProbs { upstream: Tensor },
+    /// The sum of the values that `terms` gives for the scores of each chunk.
+    Scores { scored: Scored, terms: ScoreTerms },
+    /// The sum of the values that a function gives for the log-probabilities of all ids of each chunk.
+    AllLogProbs(LogProbTerms),
 }
 
 impl Objective {
-    /// Returns this rank's part of the vocabulary, if the vocabulary is cut among ranks.
-    pub(crate) fn shard(&self) -> Option<&VocabShard> {
+    /// Makes the inner product of scores and `upstream`, `[positions, n + 2]` in the accumulation dtype. Its gradients are
+    /// those of the scores; its value is not computed.
+    pub(crate) fn from_score_upstream(scored: Scored, upstream: Tensor) -> Self {
+        // The upstream gradient of each position is known, whatever its scores are.
+        let terms = move |positions: Range<usize>, scores: &Tensor| {
+            Ok((scores.narrow(1, 0, 1)?.squeeze(1)?, upstream.narrow(0, positions.start, positions.len())?))
+        };
+        Objective::Scores { scored, terms: Arc::new(terms) }
+    }
+
+    /// Returns the task that computes this objective and the gradients of the operands that need one.
+    pub(crate) fn task(&self, operands: &Operands, needs_grad: NeedsGrad) -> Result<Task> {
         match self {
-            Objective::Targets(loss) => loss.shard.as_ref(),
-            Objective::LogProbs { .. } => None,
+            Objective::Targets(loss) => Ok(loss.task(needs_grad)),
+            Objective::LogProbs { .. } => Ok(Task::LogProbs { needs_grad }),
+            Objective::Scores { scored, .. } => scored.task(operands, needs_grad),
+            Objective::AllLogProbs(_) => Ok(Task::LogProbTerms { needs_grad }),
+        }
+    }
+}
+
+/// The gradients of the operands that need one. Each has its operand's shape and the accumulation dtype; the weight's may
+/// already be rounded to the weight's dtype.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Gradients {
+    pub(crate) contexts: Option<Tensor>,
+    pub(crate) log_priors: Option<Tensor>,
+    pub(crate) weight: Option<Tensor>,
+    pub(crate) adapter: Option<Tensor>,
+    pub(crate) bias: Option<Tensor>,
+}
+
+/// The results of a loss.
+#[derive(Debug)]
+pub(crate) struct LossResults {
+    /// `[positions]`: each position's objective times its weight.
+    pub(crate) objective: Tensor,
+    /// `[positions]`: each position's negative log-likelihood.
+    pub(crate) nll: Tensor,
+    /// The sum of the objective.
+    pub(crate) sum: Tensor,
+    /// The sum of the weights, which is the denominator of a mean.
+    pub(crate) count: Tensor,
+    /// `[positions]`, u8: whether the target is the most probable id; `None` unless the task asks for it.
+    pub(crate) is_correct: Option<Tensor>,
+    pub(crate) gradients: Gradients,
+}
+
+/// The task that a plan is made for: what a call computes, as far as its workspace depends on it, and the operands whose
+/// gradients it computes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Task {
+    /// A loss over targets.
+    Loss { terms: LossTerms, targets: TargetKind, needs_grad: NeedsGrad },
+    /// The log-probabilities of all ids, and in the backward pass the gradients.
+    LogProbs { needs_grad: NeedsGrad },
+    /// A function of a chunk's log-probabilities of all ids: these, a teacher's, and the derivatives are held besides the
+    /// logits.
+    LogProbTerms { needs_grad: NeedsGrad },
+    /// Scores, or a function of them.
+    Scores { scores: ScoreTask, needs_grad: NeedsGrad },
+    /// The `k` most probable ids of each position. Products of large chunks serve many rows; unlike a draw, the results may
+    /// depend on the other positions by rounding.
+    TopK { k: usize },
+    /// A query of each position's distribution, which is read tile by tile. Chunks of a few rows suffice, and two passes
+    /// are taken, in which a position has the same bits in any batch.
+    Visit,
+}
+
+/// The kinds of targets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TargetKind {
+    /// Ids of the vocabulary.
+    Ids,
+    /// Ids of a vocabulary that is cut among ranks ([`TargetLoss::shard`]), which exchange sums.
+    SharedIds,
+    /// Entries of their own ([`TargetLoss::own_shifts`]), which only one pass computes.
+    Own,
+}
+
+/// The scores that a task computes.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+pub(crate) struct ScoreTask {
+    /// The number of candidates of each position.
+    pub(crate) candidates: usize,
+    /// Whether the scores depend on the log-probability of every id.
+    pub(crate) need_all_ids: bool,
+    /// Whether the scores need only the logits of the candidates, and sums over the other ids: one pass computes them, and
+    /// their gradients as those of a loss over hard targets, of which each position has several.
+    pub(crate) need_listed_only: bool,
+    /// Whether it is asked which candidate is the most probable id.
+    pub(crate) needs_argmax: bool,
+}
+
+impl Task {
+    /// Returns the operands whose gradients the call computes.
+    pub(crate) fn needs_grad(&self) -> NeedsGrad {
+        match *self {
+            Task::Loss { needs_grad, .. }
+            | Task::LogProbs { needs_grad }
+            | Task::LogProbTerms { needs_grad }
+            | Task::Scores { needs_grad, .. } => needs_grad,
+            Task::TopK { .. } | Task::Visit => NeedsGrad::default(),
         }
     }
 
-    /// Returns where the gradient of earlier losses is, if this loss adds to it.
-    pub(crate) fn so_far(&self) -> Option<&GradientSoFar> {
+    /// Returns whether the call needs the mixture's log-probability of every id at once, so that the CPU takes two passes,
+    /// and each of its threads holds a row of them.
+    pub(crate) fn needs_all_ids(&self) -> bool {
         match self {
-            Objective::Targets(loss) => loss.so_far.as_ref(),
-            Objective::LogProbs { .. } => None,
+            Task::Loss { terms, .. } => terms.label_smoothing > 0.0,
+            Task::LogProbs { .. } | Task::LogProbTerms { .. } | Task::Scores { .. } | Task::TopK { .. } => true,
+            Task::Visit => false,
+        }
+    }
+
+    /// Returns whether the targets are masses of all ids: label smoothing, or the gradient of log-probabilities. Each
+    /// thread holds two more rows, and a GPU the log-probabilities of a chunk.
+    pub(crate) fn has_soft_targets(&self) -> bool {
+        match self {
+            Task::Loss { terms, .. } => terms.label_smoothing > 0.0,
+            _ => self.needs_grad().any(),
+        }
+    }
+
+    /// Returns whether the call tells which targets or candidates are the most probable ids, which takes a search of its
+    /// own.
+    pub(crate) fn needs_argmax(&self) -> bool {
+        match self {
+            Task::Loss { terms, .. } => terms.needs_correct,
+            Task::Scores { scores, .. } => scores.needs_argmax,
+            _ => false,
         }
     }
 }
@@ -63,6 +188,24 @@ impl Scored {
     pub(crate) fn needs_all_ids(&self) -> bool {
         self.needs_entropy || self.needs_outside || self.is_tempered()
     }
+
+    /// Returns the task that computes the scores or a function of them, and the gradients of the operands that need one.
+    pub(crate) fn task(&self, operands: &Operands, needs_grad: NeedsGrad) -> Result<Task> {
+        /// The most ids of a position whose gradients are added one by one, without a matrix product.
+        const MOST_LISTED: usize = 512;
+        let candidates = self.token_ids.dim(1)?;
+        // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
+        let is_single = operands.is_single();
+        let is_plain = !self.is_tempered() || is_single && operands.softcap.is_none();
+        let has_moments = !self.needs_entropy || is_single && !needs_grad.any();
+        let scores = ScoreTask {
+            candidates,
+            need_all_ids: self.needs_all_ids(),
+            need_listed_only: candidates <= MOST_LISTED && is_plain && has_moments,
+            needs_argmax: self.needs_argmax,
+        };
+        Ok(Task::Scores { scores, needs_grad })
+    }
 }
 
 /// The number of scores of a position itself, whose columns follow those of its candidates: the entropy, and the
@@ -71,12 +214,12 @@ pub(crate) const POSITION_SCORES: usize = 2;
 
 /// A function of a chunk's positions and their scores `[chunk, n + 2]`, which returns the positions' values `[chunk]` and
 /// the derivatives by the scores `[chunk, n + 2]`, all in the accumulation dtype.
-pub(crate) type ScoreTerms = dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync;
+pub(crate) type ScoreTerms = Arc<dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync>;
 
 /// A function of a chunk's positions and the log-probabilities of all ids `[chunk, vocab]`, which it may overwrite. It
 /// returns the positions' values `[chunk]` and the derivatives by the log-probabilities `[chunk, vocab]`, to which nothing
 /// else refers, all in the accumulation dtype.
-pub(crate) type LogProbTerms = dyn Fn(Range<usize>, Tensor) -> Result<(Tensor, Tensor)> + Send + Sync;
+pub(crate) type LogProbTerms = Arc<dyn Fn(Range<usize>, Tensor) -> Result<(Tensor, Tensor)> + Send + Sync>;
 
 /// A loss over targets whose shape and dtype have been checked.
 #[derive(Clone, Debug)]
@@ -105,6 +248,18 @@ pub(crate) struct TargetLoss {
     pub(crate) shard: Option<VocabShard>,
     /// The gradient of the weight from earlier losses, to which this loss adds its own.
     pub(crate) so_far: Option<GradientSoFar>,
+}
+
+impl TargetLoss {
+    /// Returns the task that computes this loss and the gradients of the operands that need one.
+    pub(crate) fn task(&self, needs_grad: NeedsGrad) -> Task {
+        let targets = match (&self.own_shifts, &self.shard) {
+            (Some(_), _) => TargetKind::Own,
+            (None, Some(_)) => TargetKind::SharedIds,
+            (None, None) => TargetKind::Ids,
+        };
+        Task::Loss { terms: self.terms, targets, needs_grad }
+    }
 }
 
 /// The gradient of a variable among the gradients of earlier losses.

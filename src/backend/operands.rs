@@ -85,6 +85,19 @@ impl Operands {
         self.contexts.device()
     }
 
+    /// Detaches the operands from the graph.
+    pub(crate) fn detach(&self) -> Self {
+        let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
+        Operands {
+            contexts: self.contexts.detach(),
+            log_priors: detached(&self.log_priors),
+            weight: self.weight.detach(),
+            adapter: detached(&self.adapter),
+            bias: detached(&self.bias),
+            ..self.clone()
+        }
+    }
+
     /// Returns the operands of these positions alone.
     pub(crate) fn narrow(&self, positions: &Range<usize>) -> Result<Self> {
         let narrow = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());

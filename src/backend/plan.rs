@@ -4,7 +4,30 @@
 use std::fmt;
 use std::ops::Range;
 
+use candle_core::Device;
+
+use crate::backend::operands::{NeedsGrad, Operands};
 use crate::error::{Error, Result};
+
+/// The operands of a task, those of them whose gradients it computes, and the plan that is made for these.
+#[derive(Clone, Debug)]
+pub(crate) struct Planned {
+    pub(crate) operands: Operands,
+    pub(crate) needs_grad: NeedsGrad,
+    pub(crate) plan: Plan,
+}
+
+impl Planned {
+    /// Returns the device of the operands.
+    pub(crate) fn device(&self) -> &Device {
+        self.operands.device()
+    }
+
+    /// Detaches the operands from the graph.
+    pub(crate) fn detach(self) -> Self {
+        Planned { operands: self.operands.detach(), ..self }
+    }
+}
 
 /// The default budgets, in bytes or rows of logits, chosen by measurement (see `docs/measurements.md`).
 #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::backend::operands::NeedsGrad;
-use crate::backend::plan::Plan;
+use crate::backend::plan::Planned;
 use crate::error::Result;
 
 /// The steps of a loss on a device, each for the chunk that has the given `positions`. An implementation accumulates
@@ -22,11 +22,11 @@ pub(super) trait Steps {
 
     /// Runs the steps of all chunks. An exact method needs at least these three matrix products; the loss alone needs
     /// only the first.
-    fn run_loss(&mut self, plan: &Plan, needs_grad: NeedsGrad) -> Result<()> {
-        for positions in plan.chunks() {
+    fn run_loss(&mut self, planned: &Planned) -> Result<()> {
+        for positions in planned.plan.chunks() {
             self.first_product(positions.clone())?;
             self.objective(positions.clone())?;
-            self.chunk_gradients(positions, needs_grad)?;
+            self.chunk_gradients(positions, planned.needs_grad)?;
         }
         Ok(())
     }

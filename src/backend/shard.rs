@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::backend::agreement::{agree, Agreed, Call};
 use crate::backend::collectives::Collectives;
-use crate::backend::plan::Plan;
+use crate::backend::plan::Planned;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_vocab;
 
@@ -123,17 +123,17 @@ impl VocabShard {
     }
 
     /// Returns the plan with the smallest chunks of all ranks, whose shards and processors differ. Every rank calls it.
-    pub(crate) fn agreed(&self, plan: Result<Plan>) -> Result<Plan> {
+    pub(crate) fn agreed(&self, planned: Result<Planned>) -> Result<Planned> {
         // A rank without a plan sends a negative number.
-        let chunk = plan.as_ref().map_or(-1.0, |plan| plan.positions_per_chunk as f64);
+        let chunk = planned.as_ref().map_or(-1.0, |planned| planned.plan.positions_per_chunk as f64);
         let chunks = self.collectives.all_gather(&[chunk])?;
-        let plan = plan?;
+        let planned = planned?;
         let least = chunks.iter().copied().fold(f64::INFINITY, f64::min);
         if least < 0.0 {
             // Another rank's budget does not suffice.
             Err(Error::Ranks { argument: "workspace_bytes for a position", element: None, values: chunks })
         } else {
-            Ok(plan.with_positions_per_chunk(least as usize))
+            Ok(Planned { plan: planned.plan.with_positions_per_chunk(least as usize), ..planned })
         }
     }
 }

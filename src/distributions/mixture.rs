@@ -4,10 +4,8 @@ use candle_core::{DType, Tensor};
 
 use super::{Distributions, Sealed};
 use crate::backend;
-use crate::backend::contract::LossResults;
-use crate::backend::objective::Scored;
+use crate::backend::objective::{Objective, Scored, Task};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad};
-use crate::backend::task::Task;
 use crate::decoding::{DrawQuery, NextToken, NextTokenQuery, Sampler, TokenRequest, TopK};
 use crate::error::Result;
 use crate::loss::{CountedPositions, Loss, LossOptions, OutputShape, Reduction, Request};
@@ -43,11 +41,10 @@ impl Distributions for Mixture {
         check_product("positions * vocab", &[operands.sizes.positions, operands.sizes.vocab])?;
         let own = operands.contexts.dtype();
         let computed = if dtype == own { own } else { accumulation_dtype("contexts", own)? };
-        let needs_grad = node::needs_grad(operands);
-        let plan = backend::plan(operands, Task::for_log_probs(needs_grad), None)?;
-        let mut log_probs = backend::log_probs(operands, computed, &plan)?;
-        if needs_grad.any() {
-            log_probs = node::attach_log_probs(log_probs, operands.clone(), needs_grad, plan)?;
+        let planned = backend::plan(operands, Task::LogProbs { needs_grad: node::needs_grad(operands) }, None)?;
+        let mut log_probs = backend::log_probs(&planned, computed)?;
+        if planned.needs_grad.any() {
+            log_probs = node::attach_log_probs(log_probs, planned)?;
         }
         Ok(log_probs.reshape([self.leading(), &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
     }
@@ -62,22 +59,18 @@ impl Distributions for Mixture {
             let loss_options = LossOptions { workspace_bytes: options.workspace_bytes, ..loss_options };
             return Scores::from_loss(self.loss(token_ids, &loss_options));
         }
-        let operands = self.operands().clone();
+        let operands = self.operands();
         let scored = options.scored(token_ids.reshape((operands.sizes.positions, n))?);
-        let needs_grad = node::needs_grad(&operands);
-        let plan = |needs_grad| {
-            let task = Task::for_scores(&scored, &operands, needs_grad)?;
-            backend::plan(&operands, task, options.workspace_bytes)
-        };
+        let plan = |needs_grad| backend::plan(operands, scored.task(operands, needs_grad)?, options.workspace_bytes);
         // The backward pass must fit the budget too.
-        let (gradient_plan, value_plan) = (plan(needs_grad)?, plan(NeedsGrad::default())?);
-        let (mut scores, is_argmax) = backend::scores(&operands, &scored, &value_plan)?;
+        let (gradients, value) = (plan(node::needs_grad(operands))?, plan(NeedsGrad::default())?);
+        let (mut scores, is_argmax) = backend::scores(&value, &scored)?;
         let is_argmax = is_argmax.map(|is_argmax| is_argmax.reshape(token_ids.shape())).transpose()?;
         let scored = Scored { needs_argmax: false, ..scored };
-        let variable = Some(operands.weight.clone()).filter(Tensor::is_variable);
-        if needs_grad.any() {
-            scores = node::attach_scores(scores, operands, scored, needs_grad, gradient_plan)?;
+        if gradients.needs_grad.any() {
+            scores = node::attach_scores(scores, gradients, scored)?;
         }
+        let variable = Some(operands.weight.clone()).filter(Tensor::is_variable);
         let leaves = variable.map(|variable| Leaf { node: scores.id(), variable }).into_iter().collect();
         Ok(Scores { is_argmax, leaves, ..Scores::from_columns(&scores, token_ids.dims(), leading, options)? })
     }
@@ -107,43 +100,41 @@ impl Distributions for Mixture {
     }
 
     fn loss_from_scores(&self, loss: &ScoreLoss) -> Result<(Loss, Tensor)> {
-        let (operands, needs_grad) = (self.operands(), node::needs_grad(self.operands()));
         let n = candidate_count("token_ids", &loss.token_ids, self.leading())?;
-        let scored = loss.options.scored(loss.token_ids.reshape((operands.sizes.positions, n))?);
-        let task = Task::for_scores(&scored, operands, needs_grad)?;
-        let plan = backend::plan(operands, task, loss.options.workspace_bytes)?;
-        let terms = loss.terms.clone();
-        let results = backend::score_loss(operands, &scored, &*terms, needs_grad, &plan)?;
-        let nll = match n {
-            // Without ids there is no log-probability.
-            0 => results.nll.zeros_like()?,
-            _ => results.nll.clone(),
-        };
-        let (values, results) = (results.objective.clone(), weighted(results, loss.counted.as_ref())?);
-        let loss = self.loss_from_results(LossResults { nll, ..results }, needs_grad, move |operands| {
-            Ok(backend::score_loss(operands, &scored, &*terms, needs_grad, &plan)?.gradients)
-        })?;
-        Ok((loss, values))
+        let scored = loss.options.scored(loss.token_ids.reshape((self.operands().sizes.positions, n))?);
+        let objective = Objective::Scores { scored, terms: loss.terms.clone() };
+        self.loss_from_terms(objective, loss.options.workspace_bytes, loss.counted.as_ref(), n > 0)
     }
 
     fn loss_from_log_probs(&self, loss: &LogProbLoss) -> Result<(Loss, Tensor)> {
-        let (operands, needs_grad) = (self.operands(), node::needs_grad(self.operands()));
-        let plan = backend::plan(operands, Task::for_log_prob_terms(needs_grad), loss.workspace_bytes)?;
-        let terms = loss.terms.clone();
-        let results = backend::log_prob_loss(operands, &*terms, needs_grad, &plan)?;
-        let (values, results) = (results.objective.clone(), weighted(results, loss.counted.as_ref())?);
-        let loss = self.loss_from_results(results, needs_grad, move |operands| {
-            Ok(backend::log_prob_loss(operands, &*terms, needs_grad, &plan)?.gradients)
-        })?;
-        Ok((loss, values))
+        let objective = Objective::AllLogProbs(loss.terms.clone());
+        self.loss_from_terms(objective, loss.workspace_bytes, loss.counted.as_ref(), true)
     }
 }
 
-/// Sums the objectives with the weights of the counted positions, if there are any. They come in here, because the objective
-/// of each position must not have its weight: a weight that underflows could not be divided out of it.
-fn weighted(results: LossResults, counted: Option<&CountedPositions>) -> Result<LossResults> {
-    match counted {
-        Some(counted) => Ok(LossResults { sum: counted.weighted_sum(&results.objective)?, ..results }),
-        None => Ok(results),
+impl Mixture {
+    /// Computes a loss that is a function of scores or of all log-probabilities, and the value of its terms at each position.
+    fn loss_from_terms(
+        &self,
+        objective: Objective,
+        workspace_bytes: Option<usize>,
+        counted: Option<&CountedPositions>,
+        has_nll: bool,
+    ) -> Result<(Loss, Tensor)> {
+        let operands = self.operands();
+        let task = objective.task(operands, node::needs_grad(operands))?;
+        let planned = backend::plan(operands, task, workspace_bytes)?;
+        let mut results = backend::loss(&planned, &objective)?;
+        let values = results.objective.clone();
+        if !has_nll {
+            // Without ids there is no log-probability.
+            results.nll = results.nll.zeros_like()?;
+        }
+        if let Some(counted) = counted {
+            // The weights come in here, because the objective of each position must not have its weight: a weight that
+            // underflows could not be divided out of it.
+            results.sum = counted.weighted_sum(&values)?;
+        }
+        Ok((self.loss_from_results(results, planned, objective)?, values))
     }
 }

@@ -7,11 +7,9 @@ use super::sample::Sample;
 use super::sampled_softmax;
 use super::{shard_loss, Mixture};
 use crate::backend;
-use crate::backend::contract::{Gradients, LossResults};
-use crate::backend::objective::{GradScale, Objective, TargetLoss};
+use crate::backend::objective::{GradScale, LossResults, Objective, TargetKind, TargetLoss, Task};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
-use crate::backend::plan::Plan;
-use crate::backend::task::Task;
+use crate::backend::plan::{Plan, Planned};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{DecoderRows, Loss, LossOptions, Reduction, Request, SampledLoss, UncheckedTargets};
 use crate::tensors::autograd::{into_variable, variable_ids};
@@ -60,44 +58,36 @@ impl Mixture {
         let now = if options.positions.reduction == Reduction::None { NeedsGrad::default() } else { needs_grad };
         // The backward pass must fit the budget too: a budget that is too small for it is an error before any work.
         let plan = |needs_grad| {
-            let plan = backend::plan(&operands, Task::for_targets(&objective, needs_grad), options.workspace_bytes);
+            let planned = backend::plan(&operands, objective.task(needs_grad), options.workspace_bytes);
             match &objective.shard {
-                Some(shard) => shard.agreed(plan),
-                None => plan,
+                Some(shard) => shard.agreed(planned),
+                None => planned,
             }
         };
-        let gradient_plan = plan(needs_grad)?;
-        let plan = if now == needs_grad { gradient_plan.clone() } else { plan(now)? };
+        let gradients = plan(needs_grad)?;
+        let planned = if now == needs_grad { gradients.clone() } else { plan(now)? };
         let so_far = options.gradient_sum.as_ref().filter(|_| now.weight && operands.weight.is_variable());
         let so_far = so_far.map(|sum| sum.so_far(&operands.weight));
         let is_sum = so_far.is_some();
         let with_sum = TargetLoss { so_far, ..objective.clone() };
-        let results = backend::loss(&operands, &Objective::Targets(with_sum), now, &plan)?;
+        let results = backend::loss(&planned, &Objective::Targets(with_sum))?;
 
         let objectives = || Ok(results.objective.reshape(self.leading.as_slice())?);
         let value = request.positions.value(&results.sum, &results.count, objectives)?;
         let value = if needs_grad.any() {
             let known = now.any().then_some(KnownGradients { gradients: results.gradients, is_sum });
-            node::attach_loss(
-                value,
-                operands,
-                needs_grad,
-                options.positions.reduction,
-                known,
-                move |operands, upstream| {
-                    let mut objective = objective.clone();
-                    // Ranks that count correct positions compute in two passes, as their plan says.
-                    objective.terms.needs_correct &= objective.shard.is_some();
-                    if let Some(shard) = &objective.shard {
-                        shard_loss::agree_on_backward(shard, upstream.as_ref())?;
-                    }
-                    if let Some(upstream) = upstream {
-                        objective.scale = GradScale::Upstream(upstream);
-                    }
-                    let objective = Objective::Targets(objective);
-                    Ok(backend::loss(operands, &objective, needs_grad, &gradient_plan)?.gradients)
-                },
-            )?
+            node::attach_loss(value, gradients, options.positions.reduction, known, move |planned, upstream| {
+                let mut objective = objective.clone();
+                // Ranks that count correct positions compute in two passes, as their plan says.
+                objective.terms.needs_correct &= objective.shard.is_some();
+                if let Some(shard) = &objective.shard {
+                    shard_loss::agree_on_backward(shard, upstream.as_ref())?;
+                }
+                if let Some(upstream) = upstream {
+                    objective.scale = GradScale::Upstream(upstream);
+                }
+                Ok(backend::loss(planned, &Objective::Targets(objective))?.gradients)
+            })?
         } else {
             value
         };
@@ -173,27 +163,29 @@ impl Mixture {
         options.validate()?;
         let needs_grad = if options.train { needs_grad(&self.operands) } else { NeedsGrad::default() };
         let mut operands = Operands { precision: self.loss_precision(options), ..self.operands.clone() };
-        let mut task = Task::for_loss(&options.terms(), needs_grad);
+        let mut targets = TargetKind::Ids;
         if let Some(SampledLoss::Softmax(negatives)) = options.sampled_step() {
             operands.sizes = sampled_softmax::sizes(operands.sizes, negatives);
-            task.has_own_targets = true;
+            targets = TargetKind::Own;
         }
-        backend::plan(&operands, task, options.workspace_bytes)
+        let task = Task::Loss { terms: options.terms(), targets, needs_grad };
+        Ok(backend::plan(&operands, task, options.workspace_bytes)?.plan)
     }
 
-    /// Makes the loss whose value is the sum of these results. The first backward pass takes their gradients; a second
-    /// one calls `compute`, which computes them again.
+    /// Makes the loss whose value is the sum of these results of an objective. The first backward pass takes their
+    /// gradients; a second one computes them again.
     pub(crate) fn loss_from_results(
         &self,
         results: LossResults,
-        needs_grad: NeedsGrad,
-        compute: impl Fn(&Operands) -> Result<Gradients> + Send + Sync + 'static,
+        planned: Planned,
+        objective: Objective,
     ) -> Result<Loss> {
-        let operands = self.operands.clone();
-        let (value, decoder) = (results.sum.clone(), Some(operands.weight.clone()).filter(Tensor::is_variable));
-        let value = if needs_grad.any() {
+        let (value, decoder) = (results.sum.clone(), Some(self.operands.weight.clone()).filter(Tensor::is_variable));
+        let value = if planned.needs_grad.any() {
             let known = Some(KnownGradients { gradients: results.gradients, is_sum: false });
-            node::attach_loss(value, operands, needs_grad, Reduction::Sum, known, move |operands, _| compute(operands))?
+            node::attach_loss(value, planned, Reduction::Sum, known, move |planned, _| {
+                Ok(backend::loss(planned, &objective)?.gradients)
+            })?
         } else {
             value
         };

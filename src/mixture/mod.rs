@@ -253,16 +253,7 @@ impl Mixture {
 
     /// Returns the mixture as a constant.
     pub(crate) fn detach(&self) -> Self {
-        let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
-        let Operands { contexts, log_priors, weight, adapter, bias, .. } = &self.operands;
-        self.with_operands(Operands {
-            contexts: contexts.detach(),
-            log_priors: detached(log_priors),
-            weight: weight.detach(),
-            adapter: detached(adapter),
-            bias: detached(bias),
-            ..self.operands.clone()
-        })
+        self.with_operands(self.operands.detach())
     }
 
     /// The tensors and sizes that the kernels read.

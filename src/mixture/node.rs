@@ -8,10 +8,9 @@ use std::sync::Mutex;
 use candle_core::{DType, Device, Tensor};
 
 use crate::backend;
-use crate::backend::contract::Gradients;
-use crate::backend::objective::{Objective, Scored};
+use crate::backend::objective::{Gradients, Objective, Scored};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
-use crate::backend::plan::Plan;
+use crate::backend::plan::Planned;
 use crate::error::{Error, Result};
 use crate::loss::Reduction;
 use crate::tensors::autograd::{attach, is_root};
@@ -29,14 +28,13 @@ pub(crate) struct KnownGradients {
 /// If there is no reduction, `compute` gets the upstream gradient of each position.
 pub(crate) fn attach_loss(
     value: Tensor,
-    operands: Operands,
-    needs_grad: NeedsGrad,
+    planned: Planned,
     reduction: Reduction,
     known: Option<KnownGradients>,
-    compute: impl Fn(&Operands, Option<Tensor>) -> Result<Gradients> + Send + Sync + 'static,
+    compute: impl Fn(&Planned, Option<Tensor>) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let known = Mutex::new(known);
-    attach_mixture(value, operands, needs_grad, move |operands, value, upstream| {
+    attach_mixture(value, planned, move |planned, value, upstream| {
         let known = known.lock().ok().and_then(|mut known| known.take());
         // An upstream gradient for each position becomes part of the objective; one for all of them remains a factor.
         let (position_upstream, factor) = match reduction {
@@ -47,7 +45,7 @@ pub(crate) fn attach_loss(
             _ => (None, Some(upstream.clone()).filter(|_| !is_root(value))),
         };
         let Some(KnownGradients { gradients, is_sum }) = known else {
-            return compute(operands, position_upstream)?.scaled_by(factor);
+            return compute(planned, position_upstream)?.scaled_by(factor);
         };
         if let Some(factor) = factor.as_ref().filter(|_| is_sum) {
             // The factor is converted on the host, because Metal has no f64.
@@ -65,29 +63,19 @@ pub(crate) fn attach_loss(
 }
 
 /// Makes `log_probs` a node whose operands are the mixture's.
-pub(crate) fn attach_log_probs(
-    log_probs: Tensor,
-    operands: Operands,
-    needs_grad: NeedsGrad,
-    plan: Plan,
-) -> Result<Tensor> {
-    attach_mixture(log_probs, operands, needs_grad, move |operands, _, upstream| {
-        let accumulation = accumulation_dtype("contexts", operands.contexts.dtype())?;
+pub(crate) fn attach_log_probs(log_probs: Tensor, planned: Planned) -> Result<Tensor> {
+    attach_mixture(log_probs, planned, move |planned, _, upstream| {
+        let accumulation = accumulation_dtype("contexts", planned.operands.contexts.dtype())?;
         let upstream = upstream.to_dtype(accumulation)?.contiguous()?;
-        Ok(backend::loss(operands, &Objective::LogProbs { upstream }, needs_grad, &plan)?.gradients)
+        Ok(backend::loss(planned, &Objective::LogProbs { upstream })?.gradients)
     })
 }
 
 /// Makes `scores`, `[positions, n + 2]`, a node whose operands are the mixture's.
-pub(crate) fn attach_scores(
-    scores: Tensor,
-    operands: Operands,
-    scored: Scored,
-    needs_grad: NeedsGrad,
-    plan: Plan,
-) -> Result<Tensor> {
-    attach_mixture(scores, operands, needs_grad, move |operands, _, upstream| {
-        backend::score_gradients(operands, &scored, &upstream.contiguous()?, needs_grad, &plan)
+pub(crate) fn attach_scores(scores: Tensor, planned: Planned, scored: Scored) -> Result<Tensor> {
+    attach_mixture(scores, planned, move |planned, _, upstream| {
+        let objective = Objective::from_score_upstream(scored.clone(), upstream.contiguous()?);
+        Ok(backend::loss(planned, &objective)?.gradients)
     })
 }
 
@@ -95,10 +83,10 @@ pub(crate) fn attach_scores(
 /// operands, the value and the upstream gradient.
 fn attach_mixture(
     value: Tensor,
-    operands: Operands,
-    needs_grad: NeedsGrad,
-    gradients: impl Fn(&Operands, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
+    planned: Planned,
+    gradients: impl Fn(&Planned, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
+    let Planned { operands, needs_grad, .. } = &planned;
     // Only operands that need a gradient are packed: the others must not appear in the GradStore.
     let accumulation = accumulation_dtype("contexts", operands.contexts.dtype())?;
     let needed = |is_needed: bool, operand: &Option<Tensor>| operand.clone().filter(|_| is_needed);
@@ -116,20 +104,13 @@ fn attach_mixture(
     };
     let (contexts, weight) = (operands.contexts.clone(), operands.weight.clone());
     // The operands are detached, because the node must not keep their graph alive.
-    let operands = Operands {
-        contexts: operands.contexts.detach(),
-        log_priors: operands.log_priors.map(|t| t.detach()),
-        weight: operands.weight.detach(),
-        adapter: operands.adapter.map(|t| t.detach()),
-        bias: operands.bias.map(|t| t.detach()),
-        ..operands
-    };
+    let planned = planned.detach();
     attach("mixture", value, [&contexts, &packed, &weight], move |_, value, upstream| {
-        let gradients = gradients(&operands, value, upstream)?;
+        let gradients = gradients(&planned, value, upstream)?;
         let packed = pack([gradients.log_priors, gradients.adapter, gradients.bias].map(Ok))?;
         // The gradients are rounded after they are multiplied by the upstream gradient: a loss scale then saves small
         // gradients in f16.
-        let dtype = operands.contexts.dtype();
+        let dtype = planned.operands.contexts.dtype();
         let round = |gradient: Option<Tensor>| {
             // candle's GPU backends do not convert empty tensors.
             let round = |g: Tensor| match g.elem_count() {

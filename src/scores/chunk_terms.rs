@@ -169,7 +169,7 @@ pub struct ScoreLoss {
     pub(crate) token_ids: Tensor,
     /// What else is scored.
     pub(crate) options: ScoreOptions,
-    pub(crate) terms: Arc<ScoreTerms>,
+    pub(crate) terms: ScoreTerms,
     /// The weights that the value sums the terms with; without them the value is their sum.
     pub(crate) counted: Option<CountedPositions>,
 }
@@ -207,7 +207,7 @@ impl ScoreLoss {
 /// A loss that is a function of the log-probabilities of all ids at each position.
 pub struct LogProbLoss {
     pub(crate) workspace_bytes: Option<usize>,
-    pub(crate) terms: Arc<LogProbTerms>,
+    pub(crate) terms: LogProbTerms,
     /// The weights that the value sums the terms with; without them the value is their sum.
     pub(crate) counted: Option<CountedPositions>,
 }

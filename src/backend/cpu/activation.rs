@@ -13,13 +13,14 @@ use crate::error::Result;
 const BLOCK: usize = 2048;
 
 /// Computes `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
-pub(super) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
+pub(crate) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
     with_type!(z.dtype(), T => tanh_or_gradient::<T, false>(z, bias))
 }
 
 /// Computes `upstream (1 - result^2)`, the gradient of the argument of `tanh`.
-pub(super) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
-    with_type!(result.dtype(), T => tanh_or_gradient::<T, true>(result, upstream))
+pub(crate) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
+    let upstream = upstream.contiguous()?;
+    with_type!(result.dtype(), T => tanh_or_gradient::<T, true>(result, &upstream))
 }
 
 /// Computes `tanh(a + b)` of each element, where `b` is a bias that is repeated for every row, or has the size of `a`. With

@@ -7,27 +7,22 @@ use super::objective::results::BufferedGradients;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Element;
 use super::operands::inputs::Inputs;
-use super::served::Products;
+use super::plan::Products;
 use super::two_pass::TwoPasses;
 use crate::backend::distribution::Visit;
-use crate::backend::operands::{NeedsGrad, Operands};
-use crate::backend::plan::{Computation, Plan};
+use crate::backend::plan::{Computation, Planned};
 use crate::backend::ranking::{tensors, TopKQuery};
 use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 
 /// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`.
-pub(super) fn top_k<T: Element, X: Products<T>>(
-    products: X,
-    operands: &Operands,
-    k: usize,
-    plan: &Plan,
-) -> Result<(Tensor, Tensor)> {
+pub(super) fn top_k<T: Element, X: Products<T>>(products: X, planned: &Planned, k: usize) -> Result<(Tensor, Tensor)> {
+    let Planned { operands, plan, .. } = planned;
     let ranked = match plan.computation {
         Computation::OnePass => Inputs::with(operands, |inputs: Inputs<'_, T>| {
             let (request, none) = (OnePassRequest::TopK { k }, BufferedGradients::none());
-            let mut pass = OnePass::new(products, inputs, request, none, NeedsGrad::default(), plan);
+            let mut pass = OnePass::new(products, inputs, request, none, planned);
             let mut ranked = Vec::with_capacity(operands.sizes.positions);
             for positions in plan.chunks() {
                 pass.first_product(positions)?;
@@ -35,7 +30,7 @@ pub(super) fn top_k<T: Element, X: Products<T>>(
             }
             Ok(ranked)
         }),
-        Computation::TwoPasses => visit::<T, _, _>(products, operands, None, plan, &TopKQuery { k }),
+        Computation::TwoPasses => visit::<T, _, _>(products, planned, None, &TopKQuery { k }),
     }?;
     tensors(&ranked, k, T::Acc::DTYPE, &Device::Cpu)
 }
@@ -43,9 +38,8 @@ pub(super) fn top_k<T: Element, X: Products<T>>(
 /// Runs a query on each position's distribution, or on a shard's part of it.
 pub(super) fn visit<T: Element, X: Products<T>, V: Visit>(
     products: X,
-    operands: &Operands,
+    Planned { operands, plan, .. }: &Planned,
     shard: Option<&VocabShard>,
-    plan: &Plan,
     visit: &V,
 ) -> Result<Vec<V::Output>> {
     Inputs::with(operands, |inputs: Inputs<'_, T>| {

@@ -1,22 +1,25 @@
-//! The log-probabilities of all ids, in two passes over a chunk's logits.
+//! Log-probabilities of all ids, and scores: log-probabilities of candidates, the entropy and the mass outside.
 
 use candle_core::{Device, Tensor};
 
 use super::memory::filled;
+use super::objective::listed_ids::Candidates;
+use super::objective::results::BufferedGradients;
+use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Element;
 use super::operands::inputs::Inputs;
-use super::served::Products;
+use super::plan::Products;
 use super::two_pass::TwoPasses;
-use crate::backend::operands::{Operands, Sizes};
-use crate::backend::plan::Plan;
+use crate::backend::objective::{Scored, POSITION_SCORES};
+use crate::backend::operands::Sizes;
+use crate::backend::plan::{Computation, Planned};
 use crate::backend::schedule::Steps;
 use crate::error::Result;
 
-/// Computes log-probabilities `[positions, vocab]` in `O`, which is `T` or its accumulation type.
+/// Computes log-probabilities `[positions, vocab]` in `O`, which is `T` or its accumulation type, in two passes.
 pub(super) fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
     products: X,
-    operands: &Operands,
-    plan: &Plan,
+    Planned { operands, plan, .. }: &Planned,
 ) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
@@ -28,5 +31,45 @@ pub(super) fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
             passes.log_prob_rows(positions, to);
         }
         Ok(Tensor::from_vec(log_probs, (positions, vocab), &Device::Cpu)?)
+    })
+}
+
+/// Computes the scores `[positions, n + 2]`, and, if the caller asks for it, whether each candidate is the most probable
+/// id, `[positions, n]`.
+pub(super) fn scores<T: Element, X: Products<T>>(
+    products: X,
+    planned: &Planned,
+    scored: &Scored,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let Planned { operands, plan, .. } = planned;
+    let Sizes { positions, vocab, .. } = operands.sizes;
+    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+        let candidates = Candidates::new(scored, vocab)?;
+        let columns = candidates.n + POSITION_SCORES;
+        let (mut scores, mut are_argmax) = (Vec::with_capacity(positions * columns), Vec::new());
+        match plan.computation {
+            Computation::OnePass => {
+                let (inputs, none) = (inputs.tempered(scored.temperature), BufferedGradients::none());
+                let request = OnePassRequest::Scores { candidates: &candidates, scored };
+                let mut pass = OnePass::new(products, inputs, request, none, planned);
+                for positions in plan.chunks() {
+                    pass.first_product(positions)?;
+                    scores.extend(pass.scores(&candidates, scored));
+                    are_argmax.extend(pass.are_argmax(&candidates));
+                }
+            }
+            Computation::TwoPasses => {
+                let mut passes = TwoPasses::for_distributions(products, inputs, plan);
+                for positions in plan.chunks() {
+                    passes.first_product(positions.clone())?;
+                    let (chunk_scores, chunk_argmax) = passes.score_rows(positions, &candidates, scored);
+                    scores.extend(chunk_scores);
+                    are_argmax.extend(chunk_argmax);
+                }
+            }
+        }
+        let are_argmax = || Tensor::from_vec(are_argmax, (positions, candidates.n), &Device::Cpu);
+        let are_argmax = scored.needs_argmax.then(are_argmax).transpose()?;
+        Ok((Tensor::from_vec(scores, (positions, columns), &Device::Cpu)?, are_argmax))
     })
 }

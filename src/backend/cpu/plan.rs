@@ -1,17 +1,18 @@
 //! The plan of a task on the CPU: the computation and the products that serve it, and the workspace that these need.
 
 use candle_core::DType;
+use half::{bf16, f16};
 
 use super::memory::Workspace;
-use super::one_pass::Format;
+use super::one_pass::{self, Format};
+use super::operands::dtype::Element;
 use super::products::multiplier::{Tiles, Vectors};
-use super::served::Served;
 use super::tiles::unit::TileUnit;
+use super::two_pass::{self, FirstProduct};
 use super::vector::simd::Isa;
-use super::{one_pass, two_pass};
+use crate::backend::objective::{ScoreTask, TargetKind, Task};
 use crate::backend::operands::{Operands, Precision, Sizes};
 use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};
-use crate::backend::task::{ScoreTask, Task};
 use crate::error::{Error, Result};
 
 /// The most rows of a loss without gradients for which inner products are faster: in the kernels of `one_pass` a row is one
@@ -32,20 +33,27 @@ const MOST_TOP_K: usize = 64;
 /// targets of a sampled softmax.
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
+    let needs_grad = task.needs_grad().any();
     match task {
-        Task { has_own_targets: true, .. } => Computation::OnePass,
-        Task { is_shard: true, needs_argmax: true, .. } => Computation::TwoPasses,
-        Task { top_k: Some(k), .. } if sizes.components == 1 && *k <= MOST_TOP_K => Computation::OnePass,
-        Task { scores: Some(ScoreTask { needs_listed_only: true, .. }), needs_grad, .. }
-            if needs_grad.any() || rows > FEW_ROWS =>
-        {
+        Task::Loss { targets: TargetKind::Own, .. } => Computation::OnePass,
+        Task::Loss { targets: TargetKind::SharedIds, terms, .. } if terms.needs_correct => Computation::TwoPasses,
+        Task::TopK { k } if sizes.components == 1 && *k <= MOST_TOP_K => Computation::OnePass,
+        Task::Scores { scores: ScoreTask { need_listed_only: true, .. }, .. } if needs_grad || rows > FEW_ROWS => {
             Computation::OnePass
         }
-        Task { needs_all_ids: true, .. } | Task { has_soft_targets: true, .. } | Task { is_decoding: true, .. } => {
-            Computation::TwoPasses
-        }
-        Task { needs_grad, .. } if !needs_grad.any() && rows <= FEW_ROWS => Computation::TwoPasses,
-        _ => Computation::OnePass,
+        Task::Loss { .. } if !task.has_soft_targets() && (needs_grad || rows > FEW_ROWS) => Computation::OnePass,
+        _ => Computation::TwoPasses,
+    }
+}
+
+/// Returns the task of finding the `k` most probable ids of each position.
+pub(super) fn ranking_task(sizes: Sizes, k: usize) -> Task {
+    /// The most rows for which chunks of a few rows are faster.
+    const FEW_ROWS: usize = 64;
+    if sizes.positions * sizes.components <= FEW_ROWS {
+        Task::Visit
+    } else {
+        Task::TopK { k }
     }
 }
 
@@ -55,15 +63,15 @@ fn choose_tiles<T: Served>(operands: &Operands, task: &Task) -> Result<Option<T:
     let isa = Isa::detected()?;
     let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
     // Decoding passes a decoder over few rows: vectors spend more on its transpose than they save.
-    let serves = |unit: &TileUnit| may_round && (!task.is_decoding || unit.kernels() == Kernels::Amx);
+    let serves = |unit: &TileUnit| may_round && (!matches!(task, Task::Visit) || unit.kernels() == Kernels::Amx);
     let unit = TileUnit::detected()?.filter(serves);
     Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
 }
 
 /// Makes the plan of a task: for tiles, unless their operands leave too little of the budget.
-pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Plan> {
+pub(super) fn plan<T: Served>(operands: &Operands, task: &Task, budget: Option<usize>) -> Result<Plan> {
     let plan = |tiles| plan_products::<T>(operands, task, budget, tiles);
-    let tiles = choose_tiles::<T>(operands, &task)?;
+    let tiles = choose_tiles::<T>(operands, task)?;
     match plan(tiles) {
         Err(Error::Workspace { .. }) if tiles.is_some() => plan(None),
         planned => planned,
@@ -73,31 +81,32 @@ pub(super) fn plan<T: Served>(operands: &Operands, task: Task, budget: Option<us
 /// Makes the plan of a task for the products of `tiles`, or of vectors.
 fn plan_products<T: Served>(
     operands: &Operands,
-    task: Task,
+    task: &Task,
     budget: Option<usize>,
     tiles: Option<T::Tiles>,
 ) -> Result<Plan> {
     let Sizes { positions, components, .. } = operands.sizes;
     let (threads, isa) = (rayon::current_num_threads(), Isa::detected()?);
-    let computation = computation(&task, operands.sizes);
+    let computation = computation(task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
-    let keeps_logits = task.needs_grad.decoder() || computation == Computation::TwoPasses;
+    let keeps_logits = task.needs_grad().decoder() || computation == Computation::TwoPasses;
     let Workspace { per_row, fixed, per_thread } = match (computation, tiles) {
-        (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, &task),
-        (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, &task),
+        (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, task),
+        (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, task),
         (Computation::TwoPasses, Some(tiles)) => two_pass::workspace::<T>(tiles, operands.sizes, task),
         (Computation::TwoPasses, None) => two_pass::workspace::<T>(Vectors(isa), operands.sizes, task),
     };
     let per_position = components * per_row;
+    let is_ranking = matches!(task, Task::TopK { .. });
     let chunk_rows = match tiles {
         // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
-        _ if task.is_decoding => DECODING_ROWS,
-        _ if task.top_k.is_some() && keeps_logits => default::CPU_ROWS_OF_RANKING,
-        Some(_) if computation == Computation::OnePass => tile_rows::<T>(operands.sizes, &task),
+        _ if matches!(task, Task::Visit) => DECODING_ROWS,
+        _ if is_ranking && keeps_logits => default::CPU_ROWS_OF_RANKING,
+        Some(_) if computation == Computation::OnePass => tile_rows::<T>(operands.sizes, task),
         _ => default::CPU_ROWS,
     };
     // The logits of a ranking are read once, from the cache if there are not too many.
-    let least_bytes = if task.top_k.is_some() { 0 } else { default::CPU_BYTES };
+    let least_bytes = if is_ranking { 0 } else { default::CPU_BYTES };
     let kernels = match TileUnit::detected()? {
         Some(unit) if tiles.is_some() => unit.kernels(),
         _ => isa.kernels(),
@@ -123,9 +132,67 @@ fn tile_rows<T: Served>(sizes: Sizes, task: &Task) -> usize {
     // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so many
     // exponentials take.
     let is_sum_larger = rows * size_of::<T>() <= sizes.context_dim * size_of::<T::Acc>();
-    if <T::Tiles as Format<T>>::rounds_gradients() && task.needs_grad.weight && is_sum_larger {
+    if <T::Tiles as Format<T>>::rounds_gradients() && task.needs_grad().weight && is_sum_larger {
         rows.max(default::CPU_ROWS_OF_TILES)
     } else {
         default::CPU_ROWS_OF_TILES
     }
 }
+
+/// A multiplier that serves one pass and two passes.
+pub(crate) trait Products<T: Element>: Format<T> + FirstProduct<T> {}
+impl<T: Element, X: Format<T> + FirstProduct<T>> Products<T> for X {}
+
+/// A type of numbers that vectors multiply, and perhaps a tile unit.
+pub(crate) trait Served: Element {
+    /// The multiplier on a tile unit. For f64, which no unit multiplies, it is the multiplier on vectors.
+    type Tiles: Products<Self>;
+
+    /// Returns the multiplier on this tile unit; `None` for f64.
+    fn tiles(tiles: Tiles) -> Option<Self::Tiles>;
+}
+
+macro_rules! served_by_tiles {
+    ($($type:ty)*) => {
+        $(impl Served for $type {
+            type Tiles = Tiles;
+
+            fn tiles(tiles: Tiles) -> Option<Tiles> {
+                Some(tiles)
+            }
+        })*
+    };
+}
+
+served_by_tiles!(f32 f16 bf16);
+
+impl Served for f64 {
+    type Tiles = Vectors;
+
+    fn tiles(_: Tiles) -> Option<Vectors> {
+        None
+    }
+}
+
+/// Returns the multiplier on the tile unit that the plan is made for; `None` if it is made for vectors.
+pub(super) fn planned_tiles<T: Served>(plan: &Plan) -> Result<Option<T::Tiles>> {
+    let (unit, isa) = (TileUnit::detected()?, Isa::detected()?);
+    let unit = unit.filter(|_| Kernels::WITH_TILES.contains(&plan.kernels));
+    Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
+}
+
+/// Computes with the multiplier that the plan is made for: a tile unit's, or vectors'.
+macro_rules! with_products {
+    ($type:ty, $plan:expr, $products:ident => $compute:expr) => {
+        match $crate::backend::cpu::plan::planned_tiles::<$type>($plan)? {
+            Some($products) => $compute,
+            None => {
+                let $products = $crate::backend::cpu::products::multiplier::Vectors(
+                    $crate::backend::cpu::vector::simd::Isa::detected()?,
+                );
+                $compute
+            }
+        }
+    };
+}
+pub(super) use with_products;

@@ -6,22 +6,22 @@ mod argmax;
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
+use super::log_probs::log_probs;
+use super::loss::loss;
 use super::objective::results::{BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::with_type;
 use super::operands::inputs::Inputs;
-use super::plan::{computation, plan};
+use super::plan::{computation, with_products, Served};
 use super::products::multiplier::{Tiles, Vectors};
-use super::served::{with_products, Served};
 use super::tiles::unit::TileUnit;
 use super::vector::simd::Isa;
-use super::{log_probs, objective_loss, Cpu};
-use crate::backend::contract::{Backend, LossResults};
-use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss};
+
+use crate::backend::cpu;
+use crate::backend::objective::{GradScale, LossResults, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands, Precision, Sizes};
-use crate::backend::plan::{Computation, Plan};
-use crate::backend::task::Task;
+use crate::backend::plan::{Computation, Plan, Planned};
 use crate::error::Result;
 
 const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, adapter: false, bias: true };
@@ -106,22 +106,22 @@ impl Case {
     }
 
     /// Makes the plan of the case's loss.
-    fn plan<T: Served>(&self, operands: &Operands) -> Result<Plan> {
-        let task = Task::for_loss(&self.terms, self.needs_grad);
+    fn plan(&self, operands: &Operands, objective: &Objective) -> Result<Planned> {
+        let task = objective.task(operands, self.needs_grad)?;
         let many_rows = Sizes { positions: 1000, ..operands.sizes };
         assert_eq!(computation(&task, many_rows), Computation::OnePass);
-        let budget = self.budget.map(|factor| match plan::<T>(operands, task, Some(0)) {
+        let budget = self.budget.map(|factor| match cpu::plan(operands, task, Some(0)) {
             Err(crate::Error::Workspace { least, .. }) => factor * least,
             other => panic!("a workspace of 0 bytes was accepted: {other:?}"),
         });
-        plan::<T>(operands, task, budget)
+        cpu::plan(operands, task, budget)
     }
 
     /// Computes the loss by one computation.
     fn run<T: Served>(&self, computation: Computation) -> Result<LossResults> {
         let (operands, objective) = self.operands()?;
-        let plan = Plan { computation, ..self.plan::<T>(&operands)? };
-        with_products!(T, &plan, products => objective_loss::<T, _>(products, &operands, &objective, self.needs_grad, &plan))
+        let planned = with_computation(self.plan(&operands, &objective)?, computation);
+        with_products!(T, &planned.plan, products => loss::<T, _>(products, &planned, &objective))
     }
 
     /// Checks that both computations agree.
@@ -166,14 +166,14 @@ impl Case {
             let tiles = Tiles { unit, isa };
             let computations = [(Computation::OnePass, TILE_TOLERANCE), (Computation::TwoPasses, tolerance)];
             for (computation, gradients) in computations {
-                let plan = Plan { computation, ..self.plan::<T>(&operands)? };
-                let vectors = objective_loss::<T, _>(Vectors(isa), &operands, &objective, self.needs_grad, &plan)?;
-                let found = objective_loss::<T, _>(tiles, &operands, &objective, self.needs_grad, &plan)?;
+                let planned = with_computation(self.plan(&operands, &objective)?, computation);
+                let vectors = loss::<T, _>(Vectors(isa), &planned, &objective)?;
+                let found = loss::<T, _>(tiles, &planned, &objective)?;
                 self.compare(flat(&found)?, flat(&vectors)?, Tolerances { losses: tolerance, gradients });
             }
-            let plan = Cpu.plan(&operands, Task::for_log_probs(NeedsGrad::default()), None)?;
-            let vectors = log_probs::<T, f32, _>(Vectors(isa), &operands, &plan)?;
-            let found = log_probs::<T, f32, _>(tiles, &operands, &plan)?;
+            let planned = cpu::plan(&operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
+            let vectors = log_probs::<T, f32, _>(Vectors(isa), &planned)?;
+            let found = log_probs::<T, f32, _>(tiles, &planned)?;
             let tolerances = Tolerances { losses: tolerance, gradients: tolerance };
             self.compare(vec![("nll", values(&found)?)], vec![("nll", values(&vectors)?)], tolerances);
         }
@@ -353,6 +353,11 @@ fn an_adapter_equals_columns_of_the_weight() -> Result<()> {
     Ok(())
 }
 
+/// Returns the plan with another computation.
+fn with_computation(planned: Planned, computation: Computation) -> Planned {
+    Planned { plan: Plan { computation, ..planned.plan }, ..planned }
+}
+
 /// Runs `f` in a pool of so many threads.
 fn in_pool<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(f)
@@ -363,9 +368,9 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let with_threads = |threads: usize, needs_grad: NeedsGrad| {
         in_pool(threads, || {
             let (operands, objective) = Case::new(800, 15, 24, 1500).operands()?;
-            let plan = Cpu.plan(&operands, Task::for_loss(&LossTerms::default(), needs_grad), None)?;
-            assert!(plan.chunks().count() > 1, "{plan}");
-            flat(&Cpu.loss(&operands, &objective, needs_grad, &plan)?)
+            let planned = cpu::plan(&operands, objective.task(&operands, needs_grad)?, None)?;
+            assert!(planned.plan.chunks().count() > 1, "{}", planned.plan);
+            flat(&cpu::loss(&planned, &objective)?)
         })
     };
     for needs_grad in [ALL, NeedsGrad::default()] {
@@ -385,8 +390,8 @@ fn results_of_tiles_do_not_depend_on_the_number_of_threads() -> Result<()> {
         in_pool(threads, || {
             let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
             let (operands, objective) = case.operands()?;
-            let plan = case.plan::<half::bf16>(&operands)?;
-            flat(&objective_loss::<half::bf16, _>(Tiles { unit, isa }, &operands, &objective, ALL, &plan)?)
+            let planned = case.plan(&operands, &objective)?;
+            flat(&loss::<half::bf16, _>(Tiles { unit, isa }, &planned, &objective)?)
         })
     };
     let one = with_threads(1)?;
@@ -406,11 +411,12 @@ fn the_least_budget_does_not_depend_on_the_number_of_threads() -> Result<()> {
                 if let Objective::Targets(loss) = &mut objective {
                     loss.terms = terms;
                 }
-                let plan = |budget| Cpu.plan(&operands, Task::for_loss(&terms, needs_grad), Some(budget));
+                let task = objective.task(&operands, needs_grad)?;
+                let plan = |budget| cpu::plan(&operands, task, Some(budget));
                 let Err(crate::Error::Workspace { least, .. }) = plan(0) else { panic!("a workspace of 0 bytes") };
                 let (short, ample) = (plan(least)?, plan(1 << 30)?);
-                assert_eq!((short.threads, ample.threads), (1, threads));
-                Ok::<_, crate::Error>((least, flat(&Cpu.loss(&operands, &objective, needs_grad, &short)?)?))
+                assert_eq!((short.plan.threads, ample.plan.threads), (1, threads));
+                Ok::<_, crate::Error>((least, flat(&cpu::loss(&short, &objective)?)?))
             })
         };
         let one = with_threads(1)?;
@@ -430,13 +436,15 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
         for (budget, needs_grad) in budgets.flat_map(|budget| some.map(|needs_grad| (budget, needs_grad))) {
             let case = Case { budget, needs_grad, ..Case::new(positions, components, context_dim, vocab) };
             let (operands, objective) = case.operands()?;
-            let plan = case.plan::<f32>(&operands)?;
+            let planned = case.plan(&operands, &objective)?;
+            let plan = &planned.plan;
             Inputs::with(&operands, |inputs: Inputs<'_, f32>| {
-                let targets = Targets::new(&objective, operands.sizes, operands.weight_rows()?)?;
-                let gradients = BufferedGradients::new(&operands, needs_grad, WeightBuffer::Zeros)?;
+                let Objective::Targets(loss) = &objective else { panic!("a loss over targets") };
+                let targets = Targets::from_ids(loss, operands.sizes, operands.weight_rows()?)?;
+                let gradients = BufferedGradients::new(&planned, WeightBuffer::Zeros)?;
                 let format = Vectors(Isa::detected()?);
                 let request = OnePassRequest::Loss { targets: &targets, shard: None };
-                let allocated = OnePass::new(format, inputs, request, gradients, needs_grad, &plan).allocated();
+                let allocated = OnePass::new(format, inputs, request, gradients, &planned).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if needs_grad != ALL {
                     return Ok(());

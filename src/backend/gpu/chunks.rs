@@ -9,7 +9,7 @@ use super::arguments::{LogitsArgument, ObjectiveArgument, Read, RowsArgument, Wr
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu};
 use super::kernels::{KernelArguments, MixtureLogProbsArguments, RowLogSumExpArguments, TopKArguments};
 use crate::backend::operands::{Operands, Sizes};
-use crate::backend::plan::Plan;
+use crate::backend::plan::Planned;
 use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::{join, SharedRow};
 use crate::error::{Error, Result};
@@ -84,6 +84,7 @@ impl DeviceOperands {
 /// one element, even for an empty batch.
 pub(super) struct Chunks<'a, G> {
     pub(super) gpu: &'a G,
+    pub(super) planned: &'a Planned,
     pub(super) inputs: DeviceOperands,
     /// The number of elements from one row of logits to the next.
     pub(super) stride: usize,
@@ -128,12 +129,14 @@ pub(super) const ROW_ALIGN: usize = 8;
 
 impl<'a, G: Gpu> Chunks<'a, G> {
     /// The operands, and the workspace of a chunk.
-    pub(super) fn new(gpu: &'a G, operands: &Operands, plan: &Plan) -> Result<Self> {
+    pub(super) fn new(gpu: &'a G, planned: &'a Planned) -> Result<Self> {
+        let Planned { operands, plan, .. } = planned;
         let stride = operands.sizes.vocab.next_multiple_of(ROW_ALIGN);
         let rows = plan.rows_per_chunk.max(1);
         let zeros = |n| Buffer::zeros(gpu, n, DType::F32, operands.contexts.device());
         Ok(Chunks {
             gpu,
+            planned,
             inputs: DeviceOperands::new(gpu, operands)?,
             stride,
             rows_per_chunk: rows,

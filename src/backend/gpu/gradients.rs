@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 
 use super::chunks::{matrix, Chunks, DeviceColumns};
 use super::device::{Buffer, DeviceMatrix, Gpu};
-use crate::backend::operands::{NeedsGrad, Sizes};
+use crate::backend::operands::Sizes;
 use crate::error::Result;
 
 /// The gradients that are needed.
@@ -44,13 +44,9 @@ pub(super) struct BiasGradient {
 
 impl DeviceGradients {
     /// Zeros for the gradients that are needed; the weight's starts from `so_far`.
-    pub(super) fn new<G: Gpu>(
-        chunks: &Chunks<'_, G>,
-        has_own_targets: bool,
-        so_far: Option<Tensor>,
-        needs_grad: NeedsGrad,
-    ) -> Result<Self> {
-        let Chunks { gpu, inputs, stride, rows_per_chunk: rows, .. } = chunks;
+    pub(super) fn new<G: Gpu>(chunks: &Chunks<'_, G>, has_own_targets: bool, so_far: Option<Tensor>) -> Result<Self> {
+        let Chunks { gpu, planned, inputs, stride, rows_per_chunk: rows, .. } = chunks;
+        let needs_grad = planned.needs_grad;
         let Sizes { positions, components, vocab, .. } = inputs.sizes;
         let device = chunks.logits.tensor.device();
         let dtype = gpu.kind().gradient_dtype(inputs.dtype);

@@ -1,18 +1,38 @@
-//! Log-probabilities of all ids on a GPU.
+//! Log-probabilities of all ids on a GPU, and scores.
 
 use candle_core::{DType, Tensor};
 
 use super::chunks::Chunks;
 use super::device::{Buffer, Gpu};
-use crate::backend::operands::{Operands, Sizes};
-use crate::backend::plan::Plan;
+use super::device_scores::DeviceScores;
+use crate::backend::objective::Scored;
+use crate::backend::operands::Sizes;
+use crate::backend::plan::Planned;
 use crate::error::Result;
 
 /// Computes the log-probabilities of all ids, `[positions, vocab]` in `dtype`.
-pub(super) fn log_probs<G: Gpu>(gpu: &G, operands: &Operands, dtype: DType, plan: &Plan) -> Result<Tensor> {
-    let Sizes { positions, vocab, .. } = operands.sizes;
-    let to = Buffer::zeros(gpu, positions * vocab, dtype, operands.contexts.device())?;
-    let chunks = Chunks::new(gpu, operands, plan)?;
-    plan.chunks().try_for_each(|positions| chunks.log_probs(positions, &to))?;
+pub(in crate::backend) fn log_probs<G: Gpu>(gpu: &G, planned: &Planned, dtype: DType) -> Result<Tensor> {
+    let Sizes { positions, vocab, .. } = planned.operands.sizes;
+    let to = Buffer::zeros(gpu, positions * vocab, dtype, planned.device())?;
+    let chunks = Chunks::new(gpu, planned)?;
+    planned.plan.chunks().try_for_each(|positions| chunks.log_probs(positions, &to))?;
     Ok(to.tensor.narrow(0, 0, positions * vocab)?.reshape((positions, vocab))?)
+}
+
+/// Computes the scores `[positions, n + 2]` from the first product, and whether each candidate is the most probable id,
+/// `[positions, n]`, if that is needed.
+pub(in crate::backend) fn scores<G: Gpu>(
+    gpu: &G,
+    planned: &Planned,
+    scored: &Scored,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let chunks = Chunks::new(gpu, planned)?;
+    let scores = DeviceScores::new(&chunks, scored)?;
+    for positions in planned.plan.chunks() {
+        let arguments = chunks.arguments(&positions);
+        chunks.compute_logits(&positions, arguments)?;
+        scores.compute(&chunks, &positions, arguments)?;
+    }
+    let positions = planned.operands.sizes.positions;
+    Ok((scores.scores(0..positions)?, scores.are_argmax(positions)?))
 }

@@ -1,72 +1,53 @@
-//! A loss on a GPU: the steps of its chunks, its results and its gradients.
+//! Losses on a GPU and their gradients: over targets, or as functions of scores or log-probabilities.
 
 use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use super::arguments::{Read, RowsArgument, ScoredArgument, Write};
-use super::chunks::{is_argmax, matrix, ChunkArguments, Chunks, LogProbRows, MixtureResults};
-use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
+use super::chunks::Chunks;
+use super::device::{Buffer, Gpu};
 use super::device_scores::DeviceScores;
-use super::gradients::{BiasGradient, DeviceGradients};
-use super::kernels::{
-    KernelArguments, PositionGradientsArguments, PositionLossArguments, RowGradientArguments, RowSoftMassArguments,
-};
+use super::log_probs::log_probs;
+use super::loss_chunks::{DeviceTargets, LossChunks};
 use super::objective::DeviceObjective;
 use super::own_targets::OwnTargets;
+use super::plan::plan;
 use super::shared_targets::{sum_context_gradients, SharedTargets};
-use crate::backend::contract::{Gradients, LossResults};
-use crate::backend::objective::{GradientSoFar, Objective, TargetLoss};
-use crate::backend::operands::{NeedsGrad, Operands, Sizes};
-use crate::backend::plan::Plan;
+use crate::backend::objective::{
+    Gradients, LogProbTerms, LossResults, Objective, ScoreTerms, Scored, TargetLoss, Task,
+};
+use crate::backend::plan::Planned;
 use crate::backend::schedule::Steps;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Computes an objective and its gradients.
-pub(super) fn loss<G: Gpu>(
-    gpu: &G,
-    operands: &Operands,
-    objective: &Objective,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
+pub(in crate::backend) fn loss<G: Gpu>(gpu: &G, planned: &Planned, objective: &Objective) -> Result<LossResults> {
     match objective {
-        Objective::Targets(loss) => target_loss(gpu, operands, loss, needs_grad, plan),
-        Objective::LogProbs { upstream } => {
-            let objective = DeviceObjective::from_upstream(gpu, upstream, operands)?;
-            let chunks = Chunks::new(gpu, operands, plan)?;
-            let targets = DeviceTargets::Soft(chunks.log_prob_rows()?);
-            let mut chunks = LossChunks::new(chunks, objective, targets, None, needs_grad)?;
-            chunks.run_loss(plan, needs_grad)?;
-            let results = chunks.results()?;
-            Ok(LossResults { gradients: chunks.into_gradients(needs_grad)?, ..results })
-        }
+        Objective::Targets(loss) => target_loss(gpu, planned, loss),
+        Objective::LogProbs { upstream } => log_prob_gradients(gpu, planned, upstream),
+        Objective::Scores { scored, terms } => score_loss(gpu, planned, scored, terms),
+        Objective::AllLogProbs(terms) => log_prob_loss(gpu, planned, terms),
     }
 }
 
 /// Computes a loss over targets and its gradients.
-fn target_loss<G: Gpu>(
-    gpu: &G,
-    operands: &Operands,
-    loss: &TargetLoss,
-    needs_grad: NeedsGrad,
-    plan: &Plan,
-) -> Result<LossResults> {
+fn target_loss<G: Gpu>(gpu: &G, planned: &Planned, loss: &TargetLoss) -> Result<LossResults> {
+    let operands = &planned.operands;
     let objective = DeviceObjective::from_targets(gpu, loss, operands)?;
     let (own, shared) = (OwnTargets::new(operands, loss)?, SharedTargets::new(loss)?);
-    let chunks = Chunks::new(gpu, operands, plan)?;
+    let chunks = Chunks::new(gpu, planned)?;
     let targets = match (&own, shared) {
         (Some(own), _) => DeviceTargets::Own(Buffer::new(gpu, own.logits.flatten_all()?)?),
         (None, Some(shared)) => DeviceTargets::Shared(shared),
         (None, None) if objective.has_soft_masses() => DeviceTargets::Soft(chunks.log_prob_rows()?),
         (None, None) => DeviceTargets::Hard,
     };
-    let mut chunks = LossChunks::new(chunks, objective, targets, loss.so_far.as_ref(), needs_grad)?;
-    chunks.run_loss(plan, needs_grad)?;
+    let mut chunks = LossChunks::new(chunks, objective, targets, loss.so_far.as_ref())?;
+    chunks.run_loss(planned)?;
 
     let results = chunks.results()?;
     let own_gradient = chunks.own_gradient()?;
-    let gradients = chunks.into_gradients(needs_grad)?;
+    let gradients = chunks.into_gradients()?;
     let gradients = match own.zip(own_gradient) {
         Some((own, logit_gradient)) => own.add_to(gradients, &logit_gradient, operands)?,
         None => gradients,
@@ -78,303 +59,111 @@ fn target_loss<G: Gpu>(
     Ok(LossResults { gradients, ..results })
 }
 
-/// Returns `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.
-fn weigh(weights: &Tensor, values: &Tensor) -> candle_core::Result<Tensor> {
-    weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)
+/// Computes the gradients of the inner product of log-probabilities and `upstream`.
+fn log_prob_gradients<G: Gpu>(gpu: &G, planned: &Planned, upstream: &Tensor) -> Result<LossResults> {
+    let objective = DeviceObjective::from_upstream(gpu, upstream, &planned.operands)?;
+    let chunks = Chunks::new(gpu, planned)?;
+    let targets = DeviceTargets::Soft(chunks.log_prob_rows()?);
+    let mut chunks = LossChunks::new(chunks, objective, targets, None)?;
+    chunks.run_loss(planned)?;
+    let results = chunks.results()?;
+    Ok(LossResults { gradients: chunks.into_gradients()?, ..results })
 }
 
-/// The chunks of a loss.
-pub(super) struct LossChunks<'a, G> {
-    pub(super) chunks: Chunks<'a, G>,
-    pub(super) objective: DeviceObjective,
-    pub(super) targets: DeviceTargets<'a>,
-    results: DeviceResults,
-    gradients: Option<DeviceGradients>,
+/// Computes a loss that is a function of scores, and its gradients. Nothing waits for the device, unless `terms` do.
+fn score_loss<G: Gpu>(gpu: &G, planned: &Planned, scored: &Scored, terms: &ScoreTerms) -> Result<LossResults> {
+    let Planned { operands, needs_grad, plan } = planned;
+    let chunks = Chunks::new(gpu, planned)?;
+    let scores = DeviceScores::new(&chunks, scored)?;
+    let objective = DeviceObjective::from_scores(gpu, scored, operands)?;
+    let mut loss = LossChunks::new(chunks, objective, DeviceTargets::Scored(&scores), None)?;
+    let mut values = Vec::new();
+    for positions in plan.chunks() {
+        loss.first_product(positions.clone())?;
+        scores.compute(&loss.chunks, &positions, loss.arguments(&positions))?;
+        let (chunk_values, upstream) = terms(positions.clone(), &scores.scores(positions.clone())?)?;
+        values.push(chunk_values);
+        if needs_grad.any() {
+            let mass_bounds = scores.take_upstream(&loss.chunks, &positions, upstream, &loss.objective)?;
+            loss.objective.normalize(gpu, &mass_bounds, operands)?;
+            loss.objective(positions.clone())?;
+            loss.chunk_gradients(positions, *needs_grad)?;
+        }
+    }
+    let (positions, device) = (operands.sizes.positions, operands.contexts.device());
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device);
+    // A GPU cannot launch zero blocks.
+    let (objective, nll, sum) = match positions {
+        0 => (zeros(&[0])?, zeros(&[0])?, zeros(&[])?),
+        _ => {
+            let objective = Tensor::cat(&values, 0)?;
+            let sum = objective.sum_all()?;
+            (objective, scores.scores(0..positions)?.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?, sum)
+        }
+    };
+    let count = Tensor::full(positions as f32, (), device)?;
+    let gradients = loss.into_gradients()?;
+    Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients })
 }
 
-/// What the targets need besides the logits of the vocabulary.
-pub(super) enum DeviceTargets<'a> {
-    /// Each target is one id of the vocabulary.
-    Hard,
-    /// All ids have mass: the mixture's log-probabilities, `[positions of a chunk, stride]`.
-    Soft(Buffer),
-    /// Each target is an entry of its own: its logits, `[positions, K]`.
-    Own(Buffer),
-    /// Each target is one id of the vocabulary, of which this rank has a part.
-    Shared(SharedTargets<'a>),
-    /// Ids have mass through the scores of each position.
-    Scored(&'a DeviceScores),
+/// Computes the loss that `terms` defines on the log-probabilities of all ids, chunk by chunk, and its gradients. The
+/// logits of a chunk are computed twice: for its log-probabilities, and for the gradient.
+fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Result<LossResults> {
+    let Planned { operands, needs_grad, .. } = planned;
+    let device = operands.device();
+    if operands.sizes.positions == 0 {
+        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device);
+        let upstream = zeros(&[0, operands.sizes.vocab])?;
+        let gradients = log_prob_gradients(gpu, planned, &upstream)?.gradients;
+        let (objective, nll, sum, count) = (zeros(&[0])?, zeros(&[0])?, zeros(&[])?, zeros(&[])?);
+        return Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients });
+    }
+    let (mut values, mut gradients) = (Vec::new(), Vec::new());
+    let chunk_loss = |positions: Range<usize>| {
+        let operands = operands.narrow(&positions)?;
+        let planned =
+            plan(gpu, &operands, Task::LogProbs { needs_grad: *needs_grad }, Some(planned.plan.budget_bytes))?;
+        let (values, upstream) = terms(positions, log_probs(gpu, &planned, DType::F32)?)?;
+        let gradients = if needs_grad.any() {
+            log_prob_gradients(gpu, &planned, &upstream)?.gradients
+        } else {
+            Gradients::default()
+        };
+        Ok::<_, Error>((values, gradients))
+    };
+    for positions in planned.plan.chunks() {
+        let (chunk_values, chunk_gradients) = chunk_loss(positions)?;
+        values.push(chunk_values);
+        gradients.push(chunk_gradients);
+    }
+    let objective = Tensor::cat(&values, 0)?;
+    let (sum, nll) = (objective.sum_all()?, objective.clone());
+    let count = Tensor::full(operands.sizes.positions as f32, (), device)?;
+    let gradients = joined(gradients)?;
+    Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients })
 }
 
-impl DeviceTargets<'_> {
-    /// The log-probabilities of all ids, if masses depend on them.
-    fn log_probs(&self) -> Option<&Buffer> {
-        match self {
-            DeviceTargets::Soft(log_probs) => Some(log_probs),
-            DeviceTargets::Scored(scores) => scores.log_probs.as_ref(),
-            DeviceTargets::Hard | DeviceTargets::Own(_) | DeviceTargets::Shared(_) => None,
+/// Joins the gradients of chunks into those of all positions: for contexts and log-priors side by side, for the decoder
+/// summed.
+fn joined(chunks: Vec<Gradients>) -> Result<Gradients> {
+    let side_by_side = |operand: fn(&Gradients) -> &Option<Tensor>| {
+        let gradients: Vec<&Tensor> = chunks.iter().filter_map(|chunk| operand(chunk).as_ref()).collect();
+        if gradients.is_empty() {
+            Ok(None)
+        } else {
+            Tensor::cat(&gradients, 0).map(Some)
         }
-    }
-
-    /// The kernels' argument for the candidates of a chunk's positions.
-    fn scored(&self, positions: &Range<usize>) -> ScoredArgument {
-        match self {
-            DeviceTargets::Scored(scores) => scores.argument(positions),
-            _ => ScoredArgument::default(),
-        }
-    }
-}
-
-/// The results of all positions, `[positions]` each.
-struct DeviceResults {
-    nll: Buffer,
-    losses: Buffer,
-    argmax: Buffer,
-}
-
-impl<'a, G: Gpu> LossChunks<'a, G> {
-    /// The results and gradients, all zero. The weight's gradient starts from `so_far`, if there is one.
-    pub(super) fn new(
-        chunks: Chunks<'a, G>,
-        objective: DeviceObjective,
-        targets: DeviceTargets<'a>,
-        so_far: Option<&GradientSoFar>,
-        needs_grad: NeedsGrad,
-    ) -> Result<Self> {
-        let positions = chunks.inputs.sizes.positions.max(1);
-        let zeros = |n, dtype| Buffer::zeros(chunks.gpu, n, dtype, chunks.logits.tensor.device());
-        let gradients = || {
-            let so_far = so_far.filter(|_| needs_grad.weight).and_then(GradientSoFar::take);
-            let has_own_targets = matches!(targets, DeviceTargets::Own(_));
-            DeviceGradients::new(&chunks, has_own_targets, so_far, needs_grad)
-        };
-        Ok(LossChunks {
-            results: DeviceResults {
-                nll: zeros(positions, DType::F32)?,
-                losses: zeros(positions, DType::F32)?,
-                argmax: zeros(positions, DType::U32)?,
-            },
-            gradients: needs_grad.any().then(gradients).transpose()?,
-            targets,
-            objective,
-            chunks,
-        })
-    }
-
-    /// The results after all chunks, without the gradients.
-    fn results(&self) -> Result<LossResults> {
-        let DeviceResults { nll, losses, argmax } = &self.results;
-        let [nll, losses] = [nll, losses].map(|buffer| &buffer.tensor);
-        let targets = self.objective.targets.as_ref();
-        let (objective, count) = match targets {
-            Some(targets) => (weigh(&targets.weights.tensor, losses)?, targets.count.clone()),
-            // Without targets, the caller has the log-probabilities, and needs only the gradients.
-            None => (losses.clone(), losses.zeros_like()?.sum_all()?),
-        };
-        let is_correct = match targets {
-            // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
-            Some(targets) if self.objective.terms.needs_correct => {
-                Some(is_argmax(&argmax.tensor, &targets.ids.tensor, &nll.neg()?)?)
-            }
-            _ => None,
-        };
-        // The buffers have an element even for an empty batch.
-        let positions = self.chunks.inputs.sizes.positions;
-        Ok(LossResults {
-            objective: objective.narrow(0, 0, positions)?,
-            nll: nll.narrow(0, 0, positions)?,
-            sum: objective.sum_all()?,
-            count,
-            is_correct: is_correct.map(|is_correct| is_correct.narrow(0, 0, positions)).transpose()?,
-            gradients: Gradients::default(),
-        })
-    }
-
-    /// The gradient of the logits of own targets, `[positions, K]`.
-    fn own_gradient(&self) -> Result<Option<Tensor>> {
-        let Sizes { positions, components, .. } = self.chunks.inputs.sizes;
-        let Some(own) = self.gradients.as_ref().and_then(|gradients| gradients.own.as_ref()) else { return Ok(None) };
-        let gradient = own.tensor.narrow(0, 0, positions * components)?.reshape((positions, components))?;
-        Ok(Some(gradient.broadcast_mul(&self.objective.factor)?))
-    }
-
-    /// The gradients. The kernels leave the factor of all positions to this step only for the log-priors.
-    pub(super) fn into_gradients(self, needs_grad: NeedsGrad) -> Result<Gradients> {
-        let Sizes { positions, components, vocab, .. } = self.chunks.inputs.sizes;
-        let Some(gradients) = self.gradients else { return Ok(Gradients::default()) };
-        let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
-            gradient.map(|g| g.tensor.narrow(0, 0, shape.iter().product())?.reshape(shape)).transpose()
-        };
-        let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
-        let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
-        let (mut contexts, mut decoder) = (Vec::new(), Vec::new());
-        for (columns, gradient) in self.chunks.inputs.columns.iter().zip(gradients.columns) {
-            contexts.extend(shaped(gradient.contexts, &[positions, components, columns.width])?);
-            decoder.push(shaped(gradient.decoder, &[vocab, columns.width])?);
-        }
-        let mut decoder = decoder.into_iter();
-        Ok(Gradients {
-            contexts: if contexts.is_empty() { None } else { Some(Tensor::cat(&contexts, 2)?) },
-            log_priors: log_priors.filter(|_| needs_grad.log_priors).map(scaled).transpose()?,
-            weight: decoder.next().flatten(),
-            adapter: decoder.next().flatten(),
-            bias: shaped(gradients.bias.map(|bias| bias.sum), &[vocab])?,
-        })
-    }
-
-    /// The arguments of the chunk that has the given positions.
-    pub(super) fn arguments(&self, positions: &Range<usize>) -> ChunkArguments {
-        let ChunkArguments { logits, rows, .. } = self.chunks.arguments(positions);
-        let own_logits = match &self.targets {
-            DeviceTargets::Own(logits) => logits.at(self.chunks.inputs.rows(positions).start),
-            _ => 0,
-        };
-        let objective = self.objective.argument(positions.start);
-        ChunkArguments { logits, objective, rows: RowsArgument { own_logits, ..rows } }
-    }
-
-    /// Computes the part of the loss of each position that depends on its target.
-    fn target_losses(&self, positions: &Range<usize>) -> Result<()> {
-        let ChunkArguments { objective, rows, .. } = self.arguments(positions);
-        let arguments = PositionLossArguments {
-            objective,
-            rows,
-            nll: Write(self.results.nll.at(positions.start)),
-            loss: Write(self.results.losses.at(positions.start)),
-            positions: positions.len() as i32,
-            components: self.chunks.inputs.sizes.components as i32,
-        };
-        arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))
-    }
-
-    /// Adds to the loss of each position, and to the masses of its rows, what they have from all ids or from
-    /// candidates, and finds its most probable id, each if it is needed.
-    fn soft_losses(&self, positions: &Range<usize>) -> Result<()> {
-        let arguments @ ChunkArguments { logits, objective, rows } = self.arguments(positions);
-        let soft = if let DeviceTargets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };
-        let needs_argmax = self.objective.terms.needs_correct;
-        if soft.is_some() || needs_argmax {
-            let results = MixtureResults {
-                log_probs: soft.map(|buffer| LogProbRows { buffer, first: 0, stride: self.chunks.stride }),
-                losses: self.results.losses.at(positions.start),
-                argmax: if needs_argmax { self.results.argmax.at(positions.start) } else { 0 },
-            };
-            self.chunks.mix(positions, arguments, results)?;
-        }
-        if soft.is_some() || matches!(self.targets, DeviceTargets::Scored(_)) {
-            let scored = self.targets.scored(positions);
-            let arguments = RowSoftMassArguments { logits, objective, rows, scored, log_probs: self.log_probs() };
-            arguments.launch(self.chunks.gpu, self.chunks.inputs.rows(positions).len())?;
-        }
-        Ok(())
-    }
-
-    /// Computes the gradients of the chunk's log-priors, of its own targets' logits, and of its logits.
-    fn row_gradients(&self, positions: &Range<usize>, gradients: &DeviceGradients) -> Result<()> {
-        let ChunkArguments { logits, objective, rows: row_values } = self.arguments(positions);
-        let rows = self.chunks.inputs.rows(positions);
-        let arguments = PositionGradientsArguments {
-            objective,
-            rows: row_values,
-            log_prior_gradient: Write(gradients.log_priors.at(rows.start)),
-            own_gradient: Write(gradients.own.as_ref().map_or(0, |own| own.at(rows.start))),
-            positions: positions.len() as i32,
-            components: self.chunks.inputs.sizes.components as i32,
-        };
-        arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))?;
-        let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
-        let arguments = RowGradientArguments {
-            logits,
-            objective,
-            rows: row_values,
-            scored: self.targets.scored(positions),
-            log_probs: self.log_probs(),
-            gradient: Write(address),
-        };
-        arguments.launch_for(self.chunks.gpu, dtype, rows.len())
-    }
-
-    /// Adds the chunk's rows to the gradient of the bias.
-    fn bias_gradient(&self, positions: &Range<usize>, logits: DeviceMatrix, bias: &BiasGradient) -> Result<()> {
-        self.chunks.gpu.multiply(&DeviceProduct {
-            m: self.chunks.inputs.sizes.vocab,
-            n: 1,
-            k: self.chunks.inputs.rows(positions).len(),
-            lhs: DeviceMatrix { is_transposed: true, ..logits },
-            rhs: matrix(&bias.ones, 0, 1),
-            out: bias.sum.at(0),
-            out_stride: 1,
-            alpha: self.objective.alpha(),
-            accumulates: positions.start > 0,
-        })
-    }
-
-    /// The log-probabilities of all ids of a chunk's positions, if masses depend on them.
-    fn log_probs(&self) -> Read {
-        Read(self.targets.log_probs().map_or(0, |log_probs| log_probs.at(0)))
-    }
-}
-
-impl<G: Gpu> Steps for LossChunks<'_, G> {
-    fn first_product(&mut self, positions: Range<usize>) -> Result<()> {
-        self.chunks.compute_logits(&positions, self.arguments(&positions))?;
-        match &self.targets {
-            DeviceTargets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
-            _ => Ok(()),
-        }
-    }
-
-    fn objective(&mut self, positions: Range<usize>) -> Result<()> {
-        self.target_losses(&positions)?;
-        self.soft_losses(&positions)?;
-        let Some(gradients) = &self.gradients else { return Ok(()) };
-        self.row_gradients(&positions, gradients)?;
-        match &gradients.bias {
-            Some(bias) => self.bias_gradient(&positions, gradients.logit_matrix(&self.chunks), bias),
-            None => Ok(()),
-        }
-    }
-
-    fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
-        let Chunks { gpu, inputs, .. } = &self.chunks;
-        let Some(gradients) = &self.gradients else { return Ok(()) };
-        let rows = inputs.rows(&positions);
-        for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
-            let Some(contexts) = &gradient.contexts else { continue };
-            gpu.multiply(&DeviceProduct {
-                m: rows.len(),
-                n: columns.width,
-                k: inputs.sizes.vocab,
-                lhs: gradients.logit_matrix(&self.chunks),
-                rhs: columns.decoder(false),
-                out: contexts.at(rows.start * columns.width),
-                out_stride: columns.width,
-                alpha: self.objective.alpha(),
-                accumulates: false,
-            })?;
-        }
-        Ok(())
-    }
-
-    fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
-        let Chunks { gpu, inputs, .. } = &self.chunks;
-        let Some(gradients) = &self.gradients else { return Ok(()) };
-        let rows = inputs.rows(&positions);
-        for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
-            let Some(decoder) = &gradient.decoder else { continue };
-            gpu.multiply(&DeviceProduct {
-                m: inputs.sizes.vocab,
-                n: columns.width,
-                k: rows.len(),
-                lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
-                rhs: matrix(&columns.contexts, rows.start, columns.width),
-                out: decoder.at(0),
-                out_stride: columns.width,
-                alpha: self.objective.alpha(),
-                // If it does not accumulate, the first chunk overwrites.
-                accumulates: positions.start > 0 || gradient.has_so_far,
-            })?;
-        }
-        Ok(())
-    }
+    };
+    let summed = |operand: fn(&Gradients) -> &Option<Tensor>| {
+        let mut gradients = chunks.iter().filter_map(|chunk| operand(chunk).clone());
+        let first = gradients.next();
+        first.map(|first| gradients.try_fold(first, |sum, gradient| sum + gradient)).transpose()
+    };
+    Ok(Gradients {
+        contexts: side_by_side(|chunk| &chunk.contexts)?,
+        log_priors: side_by_side(|chunk| &chunk.log_priors)?,
+        weight: summed(|chunk| &chunk.weight)?,
+        adapter: summed(|chunk| &chunk.adapter)?,
+        bias: summed(|chunk| &chunk.bias)?,
+    })
 }

@@ -3,8 +3,7 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::contract::Gradients;
-use crate::backend::objective::TargetLoss;
+use crate::backend::objective::{Gradients, TargetLoss};
 use crate::backend::operands::Operands;
 use crate::error::Result;
 

@@ -1,7 +1,6 @@
 //! The targets of a loss on a GPU if ranks share the vocabulary.
 
-use crate::backend::contract::Gradients;
-use crate::backend::objective::TargetLoss;
+use crate::backend::objective::{Gradients, TargetLoss};
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;

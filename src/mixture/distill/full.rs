@@ -8,8 +8,8 @@ use super::options::DistillOptions;
 use super::terms::{mix_objectives, DistillTerms};
 use crate::backend;
 use crate::backend::divergence::DivergenceTerms;
+use crate::backend::objective::Task;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad};
-use crate::backend::task::Task;
 use crate::error::{Error, Result};
 use crate::loss::CountedPositions;
 use crate::mixture::Mixture;
@@ -30,9 +30,9 @@ impl FullTeacher {
         match self {
             FullTeacher::Mixture { mixture, dtype } => {
                 let operands = mixture.operands().narrow(positions)?;
-                let plan = backend::plan(&operands, Task::for_log_probs(NeedsGrad::default()), None)?;
+                let planned = backend::plan(&operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
                 let computed = accumulation_dtype("teacher", operands.contexts.dtype())?;
-                Ok(backend::log_probs(&operands, computed, &plan)?.to_dtype(*dtype)?)
+                Ok(backend::log_probs(&planned, computed)?.to_dtype(*dtype)?)
             }
             FullTeacher::LogProbs { rows, dtype, counted } => {
                 let rows = counted.chunk_rows(rows, positions)?;

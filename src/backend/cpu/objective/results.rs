@@ -7,12 +7,13 @@ use half::bf16;
 
 use super::components::PositionLoss;
 use super::targets::Targets;
-use crate::backend::contract::{Gradients, LossResults};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::Float;
-use crate::backend::operands::{NeedsGrad, Operands, Sizes};
+use crate::backend::objective::{Gradients, LossResults};
+use crate::backend::operands::{NeedsGrad, Sizes};
+use crate::backend::plan::Planned;
 use crate::error::{Error, Result};
 
 /// The gradients that the chunks accumulate. Those that are not needed are empty.
@@ -100,7 +101,8 @@ impl<T: Element> BufferedGradients<T> {
     }
 
     /// Allocates the gradients of the operands that need one.
-    pub(crate) fn new(operands: &Operands, needs_grad: NeedsGrad, weight_buffer: WeightBuffer<T::Acc>) -> Result<Self> {
+    pub(crate) fn new(planned: &Planned, weight_buffer: WeightBuffer<T::Acc>) -> Result<Self> {
+        let Planned { operands, needs_grad, .. } = planned;
         let Sizes { positions, components, context_dim, .. } = operands.sizes;
         let (rows, weight_rows) = (positions * components, operands.weight_rows()?);
         let adapter_columns = operands.adapter_columns()?;
@@ -142,12 +144,12 @@ impl<T: Element> BufferedGradients<T> {
 /// Makes the results of a loss. `targets` are those that were known before the first chunk: if there are none, each
 /// position has a weight of one.
 pub(crate) fn results<T: Element>(
-    sizes: Sizes,
-    needs_grad: NeedsGrad,
+    planned: &Planned,
     targets: Option<&Targets<T::Acc>>,
     losses: &[PositionLoss],
     gradients: BufferedGradients<T>,
 ) -> Result<LossResults> {
+    let sizes = planned.operands.sizes;
     // The sum of no numbers is minus zero.
     let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::from_f64(value + 0.0)], (), &Device::Cpu)?);
     let vector = |values: &[f64]| {
@@ -169,6 +171,6 @@ pub(crate) fn results<T: Element>(
         sum: scalar(objective.iter().sum())?,
         count: scalar(count)?,
         is_correct: targets.is_some_and(Targets::needs_correct).then(is_correct).transpose()?,
-        gradients: gradients.into_tensors(sizes, needs_grad)?,
+        gradients: gradients.into_tensors(sizes, planned.needs_grad)?,
     })
 }

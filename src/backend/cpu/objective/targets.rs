@@ -9,7 +9,7 @@ use super::listed_ids::{Candidates, ListedIds};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
-use crate::backend::objective::{GradScale, LossTerms, Objective, Scored, TargetLoss, POSITION_SCORES};
+use crate::backend::objective::{GradScale, LossTerms, Scored, TargetLoss, POSITION_SCORES};
 use crate::backend::operands::Sizes;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
@@ -68,14 +68,9 @@ pub(crate) struct LogProbTargets<F> {
 }
 
 impl<F: Float> Targets<F> {
-    /// Reads the targets, which must be among the `rows` of the weight, or in the vocabulary of all ranks.
-    pub(crate) fn new(objective: &Objective, sizes: Sizes, rows: usize) -> Result<Self> {
-        match objective {
-            Objective::Targets(loss) => Ok(Targets::Ids(TargetIds::new(loss, sizes, rows)?)),
-            Objective::LogProbs { upstream } => {
-                Ok(Self::from_log_prob_upstream(upstream.flatten_all()?.to_vec1()?, 0, sizes.vocab))
-            }
-        }
+    /// Reads the targets of a loss, which must be among the `rows` of the weight, or in the vocabulary of all ranks.
+    pub(crate) fn from_ids(loss: &TargetLoss, sizes: Sizes, rows: usize) -> Result<Self> {
+        Ok(Targets::Ids(TargetIds::new(loss, sizes, rows)?))
     }
 
     /// Makes the targets of positions from `first` on whose scores have the gradients `upstream`, `[positions, n + 2]`. The

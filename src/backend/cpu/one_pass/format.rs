@@ -6,8 +6,8 @@ use std::ops::Range;
 use half::bf16;
 use num_traits::Zero;
 
-use super::factors::Factors;
 use super::layout::{Blocks, Panel};
+use super::rows::Factors;
 use crate::backend::cpu::memory::BufferElement;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::inputs::Inputs;

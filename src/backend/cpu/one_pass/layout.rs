@@ -3,10 +3,15 @@
 
 use std::ops::Range;
 
+use crate::backend::operands::{NeedsGrad, Sizes};
+
 /// The maximum number of ids of a tile.
 const MOST_IDS: usize = 256;
 /// The minimum number of ids of a tile, if the vocabulary has as many.
 const LEAST_IDS: usize = 32;
+
+/// Bytes of the decoder that a thread reads again for each panel of a loss without gradients.
+const SEGMENT_BYTES: usize = 4 << 20;
 
 /// The sizes by which the products of a format cut a chunk.
 #[derive(Clone, Copy, Debug)]
@@ -63,7 +68,8 @@ pub(crate) struct Panel {
 
 impl Layout {
     /// Cuts chunks of at most `rows` rows.
-    pub(super) fn new(blocks: Blocks, rows: usize, context_dim: usize, vocab: usize) -> Self {
+    pub(super) fn new<F>(blocks: Blocks, rows: usize, sizes: Sizes, needs_grad: NeedsGrad) -> Self {
+        let Sizes { context_dim, vocab, .. } = sizes;
         let Blocks { ids: at_a_time, panel_rows, lanes, padding, pieces, tile_elements, group_ids, .. } = blocks;
         let balanced = vocab.div_ceil(blocks.tiles).next_multiple_of(at_a_time);
         let cached = tile_elements / context_dim.max(1);
@@ -72,11 +78,16 @@ impl Layout {
         let tiles = vocab.div_ceil(tile_ids);
         let segments = pieces.div_ceil(rows.div_ceil(panel_rows).max(1)).min(tiles).max(1);
         let segment_tiles = tiles.div_ceil(segments).max(1);
-        Layout { vocab, tile_ids, segment_tiles, panel_rows, lanes, padding, pieces, group_ids }
+        let layout = Layout { vocab, tile_ids, segment_tiles, panel_rows, lanes, padding, pieces, group_ids };
+        if needs_grad.contexts || needs_grad.decoder() {
+            layout
+        } else {
+            layout.with_segment_bytes::<F>(SEGMENT_BYTES, context_dim)
+        }
     }
 
     /// Limits segments to `bytes` bytes of the decoder, or to one tile if that is larger.
-    pub(super) fn with_segment_bytes<F>(self, bytes: usize, context_dim: usize) -> Self {
+    fn with_segment_bytes<F>(self, bytes: usize, context_dim: usize) -> Self {
         let tile_bytes = (self.tile_ids * context_dim * size_of::<F>()).max(1);
         Layout { segment_tiles: self.segment_tiles.min((bytes / tile_bytes).max(1)), ..self }
     }
@@ -166,7 +177,9 @@ mod tests {
     use crate::backend::cpu::vector::simd::Isa;
 
     fn layout(isa: Isa, rows: usize, context_dim: usize, vocab: usize) -> Layout {
-        Layout::new(Format::<f32>::blocks(Vectors(isa)), rows, context_dim, vocab)
+        let sizes = Sizes { positions: rows, components: 1, context_dim, vocab };
+        let needs_grad = NeedsGrad { contexts: true, ..NeedsGrad::default() };
+        Layout::new::<f32>(Format::<f32>::blocks(Vectors(isa)), rows, sizes, needs_grad)
     }
 
     #[test]

@@ -23,7 +23,6 @@
 mod argmax;
 mod chunk_ids;
 mod exponentials;
-mod factors;
 mod first_product;
 mod format;
 mod gradients;
@@ -31,15 +30,13 @@ mod layout;
 mod row_sums;
 mod rows;
 mod scaling;
-mod segment_sums;
 mod tiles;
 mod top_logits;
 mod vectors;
-mod workspace;
 
 use std::ops::Range;
 
-use super::memory::Aligned;
+use super::memory::{Aligned, Workspace};
 use super::objective::components::PositionLoss;
 use super::objective::listed_ids::{Candidates, ListedIds};
 use super::objective::ranks::Ranks;
@@ -48,11 +45,11 @@ use super::objective::targets::Targets;
 use super::operands::dtype::Element;
 use super::operands::inputs::Inputs;
 use super::vector::log_sum_exp::defect_of;
-use super::vector::simd::Float;
+use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::distribution::Real;
-use crate::backend::objective::Scored;
-use crate::backend::operands::{NeedsGrad, Sizes};
-use crate::backend::plan::Plan;
+use crate::backend::objective::{Scored, Task};
+use crate::backend::operands::Sizes;
+use crate::backend::plan::Planned;
 use crate::backend::ranking::order;
 use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
@@ -60,16 +57,59 @@ use crate::backend::shared_rows::join;
 use crate::error::Result;
 use argmax::ArgmaxSearch;
 use chunk_ids::ChunkIds;
-use factors::{segment_factors, Factors};
-use first_product::{ChunkBuffers, ChunkProducts, FirstProductRequest};
+use first_product::{segment_bytes, ChunkBuffers, ChunkProducts, FirstProductRequest};
 pub(crate) use format::Format;
 use format::ThirdOperands;
 use gradients::{ContextGradient, ThirdProduct};
 use layout::Layout;
 use row_sums::FirstProductResults;
-use rows::{own_logits, ChunkRows, SummedChunk};
+use rows::{own_logits, segment_factors, ChunkRows, Factors, SummedChunk};
 use top_logits::Floors;
-pub(super) use workspace::workspace;
+
+/// Returns the workspace of a task. Besides small numbers, the decoder's gradient needs the exponentials of a chunk,
+/// and the contexts' gradient a product for each of its pieces.
+pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task: &Task) -> Workspace {
+    /// The number of elements that the numbers of a row take.
+    const ROW_NUMBERS: usize = 32;
+    /// The number of elements that the numbers of a listed id take, besides the first.
+    const LISTED_NUMBERS: usize = 16;
+    let needs_grad = task.needs_grad();
+    let candidates = if let Task::Scores { scores, .. } = task { scores.candidates } else { 1 };
+    let listed = LISTED_NUMBERS * candidates.saturating_sub(1);
+    let Sizes { context_dim: d, vocab, .. } = sizes;
+    let element = size_of::<T::Acc>();
+    let layout = Layout::new::<T::Acc>(format.blocks(), 1, sizes, needs_grad);
+    let (panel, ids) = (layout.panel_rows, layout.padded(layout.tile_ids));
+    let product_bytes = if needs_grad.contexts { layout.padded(d) * element } else { 0 };
+    let scaled_bytes = if needs_grad.decoder() { format.scaled_context_bytes(d) } else { 0 };
+    // For the decoder's gradient, a row has its exponentials, the offsets of each tile, the factors of each segment,
+    // and what the segment's tiles share. Otherwise it has the sums and factors of each segment.
+    let sum_bytes = if needs_grad.decoder() {
+        let exponentials = layout.padded(vocab) * size_of::<X::Exponential>();
+        exponentials + 2 * layout.tiles() * element + scaled_bytes
+    } else {
+        let segment = segment_bytes::<T::Acc>(panel) + usize::from(needs_grad.contexts) * element;
+        segment * layout.segments()
+    };
+    // The search for the argmax needs the largest logit of each tile, and buffers for a position and a tile.
+    let (tile_largest_bytes, search_bytes) = if task.needs_argmax() {
+        let packed = layout.columns(sizes.components) * format.packed_per_row(d) * size_of::<X::Packed>();
+        (layout.tiles() * element, packed + (panel + 1) * ids * element + layout.tiles() * size_of::<f64>())
+    } else {
+        (0, 0)
+    };
+    let top_k_bytes =
+        if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes::<T::Acc>(k) } else { 0 };
+    // All panels but the last are full.
+    let piece_bytes = (layout.extra_pieces() + 1) * panel * (product_bytes + scaled_bytes);
+    // The contexts exist packed and gathered.
+    let packed = format.packed_per_row(d) * size_of::<X::Packed>();
+    let numbers = (d + ROW_NUMBERS + listed) * element;
+    let per_row = sum_bytes + tile_largest_bytes + top_k_bytes + product_bytes + packed + numbers;
+    let per_thread = format.thread_bytes(d, ids, needs_grad.decoder()) + panel * product_bytes + search_bytes;
+    let fixed = layout.lanes * per_row + piece_bytes + vocab.next_multiple_of(ROW_ALIGN) * element;
+    Workspace { per_row, fixed, per_thread }
+}
 
 /// What is requested of each position.
 #[derive(Clone, Copy)]
@@ -165,12 +205,11 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
         inputs: Inputs<'a, T>,
         request: OnePassRequest<'a, T::Acc>,
         gradients: BufferedGradients<T>,
-        needs_grad: NeedsGrad,
-        plan: &Plan,
+        Planned { needs_grad, plan, .. }: &Planned,
     ) -> Self {
         let Sizes { positions, context_dim: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
-        let layout = workspace::layout(format, rows, inputs.sizes, needs_grad);
+        let layout = Layout::new::<T::Acc>(format.blocks(), rows, inputs.sizes, *needs_grad);
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
         let exponentials = if needs_grad.decoder() { columns * layout.padded(vocab) } else { 0 };

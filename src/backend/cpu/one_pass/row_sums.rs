@@ -1,17 +1,30 @@
-//! What the first product leaves of a chunk: the log-sum-exp of each row, from the sums of all segments and the logits
-//! of the row's listed ids.
+//! What the first product leaves: the sums of each panel and segment, and of a chunk the log-sum-exp of each row, from the
+//! sums of all segments and the logits of the row's listed ids.
 
 use rayon::prelude::*;
 
 use super::chunk_ids::ChunkIds;
 use super::exponentials::RunningSums;
 use super::layout::{Layout, Panel};
-use super::segment_sums::SegmentSums;
+use super::top_logits::TopLogits;
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
 use crate::backend::cpu::vector::math::{not_negative, weighted};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::shared_rows::SharedRow;
+
+/// The sums over the ids of a segment, for the rows of a panel.
+pub(super) struct SegmentSums<F> {
+    pub(super) running: RunningSums<F>,
+    /// `[tiles, width]`: the offsets of each tile's exponentials, if the third product needs the exponentials
+    pub(super) offsets: Vec<F>,
+    /// `[tiles, width]`: each row's largest logit in each tile, without the listed ids, if it is requested
+    pub(super) tile_largest: Vec<F>,
+    /// The largest logits of each row, if they are requested
+    pub(super) top_logits: Option<TopLogits<F>>,
+    /// The logits of the listed ids in this segment, with the entries that they belong to.
+    pub(super) listed_logits: Vec<(usize, F)>,
+}
 
 /// A row's sums over the vocabulary.
 #[derive(Clone, Copy, Default)]

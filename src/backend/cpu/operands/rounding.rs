@@ -1,6 +1,7 @@
 //! Conversions of half precision to and from f32, on all threads.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::dtype::{with_slice, Element};
@@ -11,8 +12,17 @@ use crate::error::Result;
 /// The number of elements that a thread converts at a time.
 const BLOCK: usize = 1 << 16;
 
+/// Converts a gradient to the dtype of its operand.
+pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
+    match (gradient.dtype(), dtype) {
+        (DType::F32, DType::BF16) => rounded_to::<bf16>(gradient),
+        (DType::F32, DType::F16) => rounded_to::<f16>(gradient),
+        _ => Ok(gradient.to_dtype(dtype)?),
+    }
+}
+
 /// Rounds a tensor in f32; the result is contiguous.
-pub(crate) fn rounded<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
+pub(crate) fn rounded_to<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
     let isa = Isa::detected()?;
     let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
         let mut values: Vec<T> = filled(T::zero(), from.len());

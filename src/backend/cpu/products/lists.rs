@@ -14,7 +14,7 @@ use crate::tensors::id_lists::IdLists;
 
 /// Computes the products of each context `[positions, d]` with the rows of its list, `[positions, longest]`; zero
 /// beyond the end of a list.
-pub(crate) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
     with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
         let (d, n) = (matrix.width, lists.longest());
         let mut values = vec![<T as Element>::Acc::zero(); lists.len() * n];
@@ -35,7 +35,7 @@ pub(crate) fn products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> R
 
 /// Computes the gradients of the contexts and of the matrix from `upstream`, that of the products: those that are
 /// `needed`, in the operands' dtype.
-pub(crate) fn gradients(
+pub(crate) fn list_product_gradients(
     contexts: &Tensor,
     matrix: &Tensor,
     lists: &IdLists,
@@ -291,19 +291,21 @@ mod tests {
                     let (contexts, weight) = (random(&[count, d])?, random(&[31, d])?);
                     let transposed = weight.t()?.contiguous()?.t()?;
                     for weight in [&weight, &transposed] {
-                        let (found, expected) =
-                            (products(&contexts, weight, &lists)?, id_lists::list_products(&contexts, weight, &lists)?);
+                        let (found, expected) = (
+                            list_products(&contexts, weight, &lists)?,
+                            id_lists::list_products(&contexts, weight, &lists)?,
+                        );
                         let mask = lists.mask().unwrap_or_else(|| vec![1; found.elem_count()]);
                         let mask = Tensor::from_vec(mask, found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
                         assert!(largest_difference(&found, &(expected * mask)?) <= tolerance, "{dtype:?} {d}");
                         let upstream = Tensor::randn(0f64, 1., found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
-                        let found = gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
+                        let found = list_product_gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
                         let expected =
                             id_lists::list_product_gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
                         for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
                             assert!(largest_difference(found, expected) <= tolerance, "{dtype:?} {d} {count}");
                         }
-                        assert!(gradients(&contexts, weight, &lists, &upstream, [false; 2])?
+                        assert!(list_product_gradients(&contexts, weight, &lists, &upstream, [false; 2])?
                             .iter()
                             .all(Option::is_none));
                     }

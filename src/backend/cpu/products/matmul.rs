@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use crate::backend::cpu::operands::dtype::with_slice;
-use crate::backend::cpu::operands::rounding::{rounded, widened};
+use crate::backend::cpu::operands::rounding::{rounded_to, widened};
 use crate::backend::cpu::tiles::matmul::{self, TileMatrix};
 use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;
@@ -14,13 +14,16 @@ use crate::error::Result;
 /// Computes `left right` for matrices `[m, k]` and `[k, n]`. Sizes and dtypes that this file does not serve are
 /// candle's.
 pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    if left.dtype() != DType::BF16 {
+        return Ok(left.matmul(right)?);
+    }
     let (m, k) = left.dims2()?;
     let n = right.dim(1)?;
     if m * k * n == 0 || right.dim(0)? != k || right.dtype() != DType::BF16 {
         return Ok(left.matmul(right)?);
     }
     let Some(unit) = TileUnit::detected()? else {
-        return rounded::<bf16>(&wide(left)?.matmul(&wide(right)?)?);
+        return rounded_to::<bf16>(&wide(left)?.matmul(&wide(right)?)?);
     };
     let isa = Isa::detected()?;
     let ((a, left_transposed), (b, right_transposed)) = (stored(left)?, stored(right)?);

@@ -1,7 +1,7 @@
 //! Both computations find, with every instruction set and number of threads, at which positions the target is the most
 //! probable id.
 
-use super::super::scores::scores;
+use super::super::log_probs::scores;
 use super::super::two_pass::TwoPasses;
 use super::*;
 use crate::backend::objective::Scored;
@@ -50,24 +50,21 @@ fn is_correct<T: Served>(operands: &Operands, targets: &[i64], run: Run) -> Resu
         own_shifts: None,
         so_far: None,
     };
-    let objective = Objective::Targets(loss);
-    let (none, sizes) = (NeedsGrad::default(), operands.sizes);
-    let plan = plan::<T>(operands, objective.task(none), budget)?;
-    let plan = Plan { computation, ..plan };
-    let targets = Targets::new(&objective, sizes, sizes.vocab)?;
+    let planned = with_computation(cpu::plan(operands, loss.task(NeedsGrad::default()), budget)?, computation);
+    let targets = Targets::from_ids(&loss, operands.sizes, operands.sizes.vocab)?;
     Inputs::with(operands, |inputs: Inputs<'_, T>| {
         let inputs = Inputs { isa, ..inputs };
         let gradients = BufferedGradients::none();
         let losses = match computation {
             Computation::OnePass => {
                 let request = OnePassRequest::Loss { targets: &targets, shard: None };
-                let mut pass = OnePass::new(Vectors(isa), inputs, request, gradients, none, &plan);
-                pass.run_loss(&plan, none)?;
+                let mut pass = OnePass::new(Vectors(isa), inputs, request, gradients, &planned);
+                pass.run_loss(&planned)?;
                 pass.losses
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::for_targets(Vectors(isa), inputs, &targets, None, gradients, &plan);
-                passes.run_loss(&plan, none)?;
+                let mut passes = TwoPasses::for_targets(Vectors(isa), inputs, &targets, None, gradients, &planned.plan);
+                passes.run_loss(&planned)?;
                 passes.losses
             }
         };
@@ -77,8 +74,8 @@ fn is_correct<T: Served>(operands: &Operands, targets: &[i64], run: Run) -> Resu
 
 /// Returns the most probable id of each position, from log-probabilities in f64; among equals it is the lowest.
 fn argmax(operands: &Operands) -> Result<Vec<usize>> {
-    let plan = Cpu.plan(operands, Task::for_log_probs(NeedsGrad::default()), None)?;
-    let rows = Cpu.log_probs(operands, DType::F64, &plan)?.to_vec2::<f64>()?;
+    let planned = cpu::plan(operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
+    let rows = cpu::log_probs(&planned, DType::F64)?.to_vec2::<f64>()?;
     let row_argmax = |row: &Vec<f64>| {
         let argmax = row.iter().enumerate().fold(0, |argmax, (id, x)| if *x > row[argmax] { id } else { argmax });
         // The log-probabilities of equal ids may differ in the last bit.
@@ -164,10 +161,9 @@ fn tiles_find_the_most_probable_ids() -> Result<()> {
             let token_ids = Tensor::from_vec(ids, (12, 5), &Device::Cpu)?;
             let scored =
                 Scored { token_ids, needs_entropy: false, needs_outside: false, needs_argmax: true, temperature: 1.0 };
-            let task = Task::for_scores(&scored, &operands, NeedsGrad::default())?;
-            let plan = plan::<half::bf16>(&operands, task, None)?;
-            assert_eq!(plan.computation, Computation::OnePass);
-            let found = scores::<half::bf16, _>(Tiles { unit, isa }, &operands, &scored, &plan)?;
+            let planned = cpu::plan(&operands, scored.task(&operands, NeedsGrad::default())?, None)?;
+            assert_eq!(planned.plan.computation, Computation::OnePass);
+            let found = scores::<half::bf16, _>(Tiles { unit, isa }, &planned, &scored)?;
             let expected: Vec<u8> = (0..12).flat_map(|t| [0, u8::from(t == 5), 1, 0, 1]).collect();
             assert_eq!(found.1.expect("asked for").flatten_all()?.to_vec1::<u8>()?, expected, "K = {components}");
         }
@@ -194,6 +190,6 @@ fn the_argmax_does_not_depend_on_the_number_of_threads() -> Result<()> {
 
 /// Returns the most probable ids as targets.
 fn argmax_targets(operands: &Operands) -> Result<Vec<i64>> {
-    let (ids, _) = Cpu.top_k(operands, 1)?;
+    let (ids, _) = cpu::top_k(operands, 1)?;
     Ok(ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(i64::from).collect())
 }

@@ -13,13 +13,12 @@ mod argmax;
 mod distribution;
 mod first_product;
 mod gradients;
-mod log_prob_rows;
+mod log_probs;
 mod mix;
 mod objective_rows;
 mod passes;
 mod rank_sums;
 mod rows;
-mod score_rows;
 mod single_softmax;
 mod tile_log_sum_exp;
 mod tiles;
@@ -33,11 +32,11 @@ use super::operands::dtype::Element;
 use super::operands::inputs::Inputs;
 use super::vector::log_sum_exp::LogSumExp;
 use super::vector::simd::{Float, ROW_ALIGN};
+use crate::backend::objective::Task;
 use crate::backend::operands::Sizes;
 use crate::backend::schedule::Steps;
 use crate::backend::shard::ELSEWHERE;
 use crate::backend::shared_rows::{join, SharedRow};
-use crate::backend::task::Task;
 use crate::error::Result;
 pub(crate) use first_product::FirstProduct;
 use first_product::{multiply_tiles, FormChoice, LogitRows};
@@ -47,7 +46,7 @@ pub(crate) use passes::TwoPasses;
 use tile_log_sum_exp::TileLogSumExp;
 
 /// Computes the workspace that a task needs.
-pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes, task: Task) -> Workspace {
+pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes, task: &Task) -> Workspace {
     let Sizes { context_dim, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let tile = gradients::VOCAB_TILE.min(stride);
@@ -56,10 +55,10 @@ pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes,
     // The contexts and their gradient, if they are widened or only some rows are live.
     let contexts = 2 * context_dim;
     // The log-probabilities, a teacher's and the derivatives, of each position.
-    let terms = if task.has_log_prob_terms { 3 * stride } else { 0 };
+    let terms = if let Task::LogProbTerms { .. } = task { 3 * stride } else { 0 };
     let per_row = stride + summaries + contexts + terms.div_ceil(sizes.components);
-    let bias_parts = if task.needs_grad.bias { BIAS_PARTS } else { 0 };
-    let scratch_rows = usize::from(task.needs_all_ids) + 2 * usize::from(task.has_soft_targets);
+    let bias_parts = if task.needs_grad().bias { BIAS_PARTS } else { 0 };
+    let scratch_rows = usize::from(task.needs_all_ids()) + 2 * usize::from(task.has_soft_targets());
     let product = product.workspace(context_dim, vocab);
     let element = size_of::<T::Acc>();
     Workspace {

@@ -1,9 +1,10 @@
 //! Test cases for the whole backend, and the errors of its results relative to the CPU's in f64 (the truth).
 
 use super::*;
-use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss};
+use crate::backend::gpu::decoding::ranked;
+use crate::backend::objective::{GradScale, LossTerms, Objective, TargetKind, TargetLoss, Task};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
-use crate::backend::task::Task;
+use crate::backend::plan::Planned;
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Precision, Reduction};
 
@@ -108,19 +109,26 @@ impl Case {
     }
 
     /// The plan for the loss.
-    pub(super) fn plan(&self, gpu: &EmulatedGpu) -> backend::plan::Plan {
-        self.plan_for(gpu, Task { has_own_targets: self.own.is_some(), ..Task::for_loss(&self.options.terms(), ALL) })
+    pub(super) fn plan(&self, gpu: &EmulatedGpu) -> Planned {
+        self.plan_for(gpu, &self.operands(self.dtype))
+    }
+
+    /// The plan for the loss of other operands.
+    pub(super) fn plan_for(&self, gpu: &EmulatedGpu, operands: &Operands) -> Planned {
+        let targets = if self.own.is_some() { TargetKind::Own } else { TargetKind::Ids };
+        let task = Task::Loss { terms: self.options.terms(), targets, needs_grad: self.needs_grad() };
+        self.plan_task(gpu, operands, task)
     }
 
     /// The plan for a task, with as many positions per chunk as the case has.
-    pub(super) fn plan_for(&self, gpu: &EmulatedGpu, task: Task) -> backend::plan::Plan {
-        let plan = |budget| gpu::plan(gpu.kind(), self.sizes, self.dtype, task, budget);
+    pub(super) fn plan_task(&self, gpu: &EmulatedGpu, operands: &Operands, task: Task) -> Planned {
+        let plan = |budget| gpu::plan(gpu, operands, task, budget);
         if self.sizes.positions == 0 {
             return plan(None).unwrap();
         }
         let Err(crate::Error::Workspace { least, .. }) = plan(Some(0)) else { panic!("a budget of zero") };
         // The bytes of one chunk of all positions.
-        let whole = plan(Some(usize::MAX / 2)).unwrap().workspace_bytes;
+        let whole = plan(Some(usize::MAX / 2)).unwrap().plan.workspace_bytes;
         let per_position = (whole.saturating_sub(least)) / (self.sizes.positions.max(2) - 1);
         plan(Some(least + (self.chunk - 1) * per_position)).unwrap()
     }
@@ -129,11 +137,9 @@ impl Case {
     pub(super) fn loss_error(&self, gpu: &EmulatedGpu, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
         let truth_operands = self.operands(DType::F64);
         let true_objective = objective(DType::F64);
-        let needs_grad = self.needs_grad();
-        let plan = backend::plan(&truth_operands, true_objective.task(needs_grad), None).unwrap();
-        let truth = backend::loss(&truth_operands, &true_objective, needs_grad, &plan).unwrap();
-        let operands = self.operands(self.dtype);
-        let got = gpu::loss(gpu, &operands, &objective(DType::F32), needs_grad, &self.plan(gpu)).unwrap();
+        let task = true_objective.task(&truth_operands, self.needs_grad()).unwrap();
+        let truth = backend::loss(&backend::plan(&truth_operands, task, None).unwrap(), &true_objective).unwrap();
+        let got = gpu::loss(gpu, &self.plan(gpu), &objective(DType::F32)).unwrap();
         let mut pairs = vec![
             ("contexts", got.gradients.contexts, truth.gradients.contexts),
             ("log_priors", got.gradients.log_priors, truth.gradients.log_priors),
@@ -155,6 +161,13 @@ impl Case {
             (got.zip(truth).map_or(0.0, |(got, truth)| error(&got, &truth)), name)
         });
         errors.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
+    }
+
+    /// The log-probabilities of all ids on the CPU in f64.
+    pub(super) fn true_log_probs(&self) -> Tensor {
+        let task = Task::LogProbs { needs_grad: NeedsGrad::default() };
+        let planned = backend::plan(&self.operands(DType::F64), task, None).unwrap();
+        backend::log_probs(&planned, DType::F64).unwrap()
     }
 
     /// The largest error that passes.
@@ -236,9 +249,7 @@ pub(super) fn top_k_and_truth(
     case: &Case,
     k: usize,
 ) -> (Vec<Vec<u32>>, Tensor, Vec<Vec<u32>>, Tensor) {
-    let (operands, truth) = (case.operands(case.dtype), case.operands(DType::F64));
-    let plan = backend::plan(&truth, Task::for_log_probs(NeedsGrad::default()), None).unwrap();
-    let all = backend::log_probs(&truth, DType::F64, &plan).unwrap().to_vec2::<f64>().unwrap();
+    let all = case.true_log_probs().to_vec2::<f64>().unwrap();
     let expected: Vec<Vec<u32>> = all
         .iter()
         .map(|row| {
@@ -249,7 +260,7 @@ pub(super) fn top_k_and_truth(
         .collect();
     let values: Vec<f64> =
         all.iter().zip(&expected).flat_map(|(row, ids)| ids.iter().map(|&id| row[id as usize])).collect();
-    let (ids, log_probs) = gpu::top_k(gpu, &operands, k, &case.plan(gpu)).unwrap();
+    let (ids, log_probs) = ranked(gpu, &case.plan(gpu), k).unwrap();
     let values = Tensor::from_vec(values, (expected.len(), k), &Device::Cpu).unwrap();
     (ids.to_vec2().unwrap(), log_probs, expected, values)
 }

@@ -1,14 +1,14 @@
 //! Losses of the log-probabilities of all ids equal the CPU's in f64.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Tensor};
 
 use super::case::{case, error, Case};
 use super::*;
 
-use crate::backend::contract::Backend;
 use crate::backend::divergence::{Divergence, DivergenceTerms};
-use crate::backend::objective::LogProbTerms;
-use crate::backend::task::Task;
+use crate::backend::objective::Objective;
 use crate::backend::{self, gpu};
 
 /// A teacher's log-probabilities `[positions, vocab]`.
@@ -22,33 +22,30 @@ fn teacher(positions: usize, vocab: usize) -> Tensor {
 }
 
 /// A divergence from the teacher, for operands of `dtype`.
-fn divergence_terms(case: &Case, dtype: DType, divergence: Divergence) -> Box<LogProbTerms> {
+fn divergence_loss(case: &Case, dtype: DType, divergence: Divergence) -> Objective {
     let log_teacher = teacher(case.sizes.positions, case.sizes.vocab).to_dtype(dtype).unwrap();
-    Box::new(move |positions, log_probs| {
+    Objective::AllLogProbs(Arc::new(move |positions, log_probs| {
         let log_teacher = log_teacher.narrow(0, positions.start, positions.len())?;
         let scales = Tensor::ones(positions.len(), dtype, &Device::Cpu)?;
         let terms = DivergenceTerms { divergence, temperature: 1.3, scales };
         // The emulated GPU still writes to its own tensors.
         backend::divergence(log_probs.copy()?, &log_teacher, &terms)
-    })
+    }))
 }
 
 #[test]
 fn losses_of_log_probabilities_equal_those_of_the_cpu_in_f64() {
     for gpu in EmulatedGpu::all() {
-        let backend = gpu::GpuBackend(gpu);
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (positions, components, vocab) in [(5, 3, 37), (4, 1, 40), (0, 2, 5)] {
                 for divergence in [Divergence::ForwardKl, Divergence::JensenShannon(0.3)] {
                     let case = Case { dtype, chunk: 2, ..case(positions, components, 6, vocab) };
-                    let (needs_grad, operands_in_f64) = (case.needs_grad(), case.operands(DType::F64));
-                    let task = Task::for_log_prob_terms(needs_grad);
-                    let plan = case.plan_for(&backend.0, task);
-                    let terms = divergence_terms(&case, DType::F32, divergence);
-                    let found = backend.log_prob_loss(&case.operands(dtype), &*terms, needs_grad, &plan).unwrap();
-                    let plan = backend::plan(&operands_in_f64, task, None).unwrap();
-                    let terms = divergence_terms(&case, DType::F64, divergence);
-                    let truth = backend::log_prob_loss(&operands_in_f64, &*terms, needs_grad, &plan).unwrap();
+                    let objective = divergence_loss(&case, DType::F32, divergence);
+                    let operands = case.operands(dtype);
+                    let task = objective.task(&operands, case.needs_grad()).unwrap();
+                    let found = gpu::loss(&gpu, &case.plan_task(&gpu, &operands, task), &objective).unwrap();
+                    let planned = backend::plan(&case.operands(DType::F64), task, None).unwrap();
+                    let truth = backend::loss(&planned, &divergence_loss(&case, DType::F64, divergence)).unwrap();
                     for (name, found, truth) in [
                         ("contexts", found.gradients.contexts, truth.gradients.contexts),
                         ("log_priors", found.gradients.log_priors, truth.gradients.log_priors),

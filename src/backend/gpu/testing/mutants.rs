@@ -1,13 +1,11 @@
 //! Mutation tests: kernels with a mistake, which the checks must catch.
 
-use super::case::{case, error, options, top_k_and_truth, Case, ALL};
+use super::case::{case, error, options, top_k_and_truth, Case};
 use super::scores::{scored, ScoreCase};
 use super::*;
 
+use crate::backend::gpu;
 use crate::backend::objective::{Objective, TargetLoss};
-use crate::backend::operands::NeedsGrad;
-use crate::backend::task::Task;
-use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 /// Plausible mistakes in the source that both languages share.
@@ -95,10 +93,8 @@ fn wrong_kernels_are_caught() {
         let exceeds = |error: f64, tolerance: f64| error.is_nan() || error > tolerance;
         let is_wrong = |gpu: &EmulatedGpu| {
             let log_probs_are_wrong = || {
-                let (operands, truth) = (cases[2].operands(DType::BF16), cases[2].operands(DType::F64));
-                let plan = backend::plan(&truth, Task::for_log_probs(NeedsGrad::default()), None).unwrap();
-                let truth = backend::log_probs(&truth, DType::F64, &plan).unwrap();
-                exceeds(error(&gpu::log_probs(gpu, &operands, DType::BF16, &cases[2].plan(gpu)).unwrap(), &truth), 1e-2)
+                let planned = cases[2].plan_for(gpu, &cases[2].operands(DType::BF16));
+                exceeds(error(&gpu::log_probs(gpu, &planned, DType::BF16).unwrap(), &cases[2].true_log_probs()), 1e-2)
             };
             let is_wrong =
                 |case: &Case| exceeds(case.loss_error(gpu, |dtype| case.objective(dtype)).0, case.tolerance());
@@ -147,7 +143,7 @@ fn an_access_outside_a_tensor_ends_the_process() {
             }),
             objective => objective,
         };
-        gpu::loss(&gpu, &case.operands(DType::F32), &objective(DType::F32), ALL, &case.plan(&gpu)).unwrap();
+        gpu::loss(&gpu, &case.plan(&gpu), &objective(DType::F32)).unwrap();
         return;
     }
     if EmulatedGpu::all().next().is_none() {

@@ -1,13 +1,13 @@
 //! Scores and losses that are functions of them, on the emulated GPU, against the CPU in f64.
 
+use std::sync::Arc;
+
 use super::case::{case, error, random, Case};
 use super::*;
 
-use crate::backend::contract::LossResults;
-use crate::backend::objective::{Scored, POSITION_SCORES};
+use crate::backend::objective::{LossResults, Objective, Scored, POSITION_SCORES};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
-use crate::backend::plan::Plan;
-use crate::backend::task::Task;
+use crate::backend::plan::Planned;
 use crate::backend::{self, gpu};
 
 /// A mixture with scores and an upstream gradient for each.
@@ -91,48 +91,36 @@ impl ScoreCase {
     }
 
     /// The inner product of scores and upstream gradients, which are multiplied by a factor.
-    fn loss(
-        &self,
-        dtype: DType,
-        factor: f64,
-        compute: impl FnOnce(&Operands, &Scored, &backend::objective::ScoreTerms, NeedsGrad) -> LossResults,
-    ) -> LossResults {
+    fn objective(&self, dtype: DType, factor: f64) -> Objective {
         let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let upstream = (self.upstream() * factor).unwrap().to_dtype(accumulation).unwrap();
         let terms = move |positions: std::ops::Range<usize>, scores: &Tensor| {
             let upstream = upstream.narrow(0, positions.start, positions.len())?;
             Ok(((scores * &upstream)?.sum(1)?, upstream))
         };
-        compute(&self.operands(dtype), &self.scored(), &terms, self.mixture.needs_grad())
+        Objective::Scores { scored: self.scored(), terms: Arc::new(terms) }
     }
 
     /// The scores and the loss on the CPU in f64.
     fn truth(&self) -> (Tensor, LossResults) {
-        let (operands, scored) = (self.operands(DType::F64), self.scored());
-        let task = Task::for_scores(&scored, &operands, self.mixture.needs_grad()).unwrap();
-        let plan = backend::plan(&operands, task, None).unwrap();
-        let loss = self.loss(DType::F64, 1.0, |operands, scored, terms, needs_grad| {
-            backend::score_loss(operands, scored, terms, needs_grad, &plan).unwrap()
-        });
-        (joined(backend::scores(&operands, &scored, &plan).unwrap()), loss)
+        let (operands, objective) = (self.operands(DType::F64), self.objective(DType::F64, 1.0));
+        let task = objective.task(&operands, self.mixture.needs_grad()).unwrap();
+        let planned = backend::plan(&operands, task, None).unwrap();
+        let loss = backend::loss(&planned, &objective).unwrap();
+        (joined(backend::scores(&planned, &self.scored()).unwrap()), loss)
     }
 
     /// The plan for the scores and the gradients that are needed.
-    fn plan(&self, gpu: &EmulatedGpu, needs_grad: NeedsGrad) -> Plan {
-        self.mixture
-            .plan_for(gpu, Task::for_scores(&self.scored(), &self.operands(self.mixture.dtype), needs_grad).unwrap())
+    fn plan(&self, gpu: &EmulatedGpu, needs_grad: NeedsGrad) -> Planned {
+        let operands = self.operands(self.mixture.dtype);
+        self.mixture.plan_task(gpu, &operands, self.scored().task(&operands, needs_grad).unwrap())
     }
 
     /// The scores and the loss on the emulated GPU.
     fn found(&self, gpu: &EmulatedGpu, factor: f64) -> (Tensor, LossResults) {
-        let dtype = self.mixture.dtype;
-        let plan = self.plan(gpu, NeedsGrad::default());
-        let scores = joined(gpu::scores(gpu, &self.operands(dtype), &self.scored(), &plan).unwrap());
-        let plan = self.plan(gpu, self.mixture.needs_grad());
-        let loss = self.loss(dtype, factor, |operands, scored, terms, needs_grad| {
-            gpu::score_loss(gpu, operands, scored, terms, needs_grad, &plan).unwrap()
-        });
-        (scores, loss)
+        let scores = gpu::scores(gpu, &self.plan(gpu, NeedsGrad::default()), &self.scored()).unwrap();
+        let objective = self.objective(self.mixture.dtype, factor);
+        (joined(scores), gpu::loss(gpu, &self.plan(gpu, self.mixture.needs_grad()), &objective).unwrap())
     }
 
     /// The largest error, as of [`Case::loss_error`], of the results for upstream gradients times a factor.
@@ -294,9 +282,8 @@ fn a_nan_or_infinite_upstream_gradient_stays_at_its_position() {
                 let upstream = Tensor::new(&upstream, &Device::Cpu).unwrap();
                 let terms = move |_, scores: &Tensor| Ok((scores.sum(1)?, upstream.clone()));
                 let needs_grad = NeedsGrad { contexts: true, ..NeedsGrad::default() };
-                let plan = case.plan(&gpu, needs_grad);
-                let operands = case.operands(dtype);
-                let loss = gpu::score_loss(&gpu, &operands, &case.scored(), &terms, needs_grad, &plan).unwrap();
+                let objective = Objective::Scores { scored: case.scored(), terms: Arc::new(terms) };
+                let loss = gpu::loss(&gpu, &case.plan(&gpu, needs_grad), &objective).unwrap();
                 let contexts = loss.gradients.contexts.unwrap().flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
                 for (position, gradient) in contexts.iter().enumerate() {
                     assert_eq!(gradient.iter().all(|g| g.is_finite()), position != 1, "{value} {dtype:?} {contexts:?}");
@@ -313,9 +300,8 @@ fn a_candidate_outside_the_vocabulary_has_a_nan_score() {
             let case = scored(case(4, components, 3, 10), 2, false, 1.0);
             let token_ids = Tensor::new(&[[1i64, 9], [10, 0], [i64::MAX, -1], [2, -7]], &Device::Cpu).unwrap();
             let scored = Scored { token_ids, ..case.scored() };
-            let plan = case.plan(&gpu, case.mixture.needs_grad());
-            let operands = case.operands(DType::F32);
-            let scores = gpu::scores(&gpu, &operands, &scored, &plan).unwrap().0.to_vec2::<f32>().unwrap();
+            let planned = case.plan(&gpu, case.mixture.needs_grad());
+            let scores = gpu::scores(&gpu, &planned, &scored).unwrap().0.to_vec2::<f32>().unwrap();
             let is_nan: Vec<[bool; 2]> = scores.iter().map(|row| [row[0].is_nan(), row[1].is_nan()]).collect();
             assert_eq!(is_nan, [[false, false], [true, false], [true, true], [false, true]]);
             // The last one has no upstream gradient.
@@ -325,7 +311,7 @@ fn a_candidate_outside_the_vocabulary_has_a_nan_score() {
             let terms = move |positions: std::ops::Range<usize>, scores: &Tensor| {
                 Ok((scores.sum(1)?, upstream.narrow(0, positions.start, positions.len())?))
             };
-            let loss = gpu::score_loss(&gpu, &operands, &scored, &terms, case.mixture.needs_grad(), &plan).unwrap();
+            let loss = gpu::loss(&gpu, &planned, &Objective::Scores { scored, terms: Arc::new(terms) }).unwrap();
             let contexts = loss.gradients.contexts.unwrap().flatten_from(1).unwrap().to_vec2::<f32>().unwrap();
             let is_nan: Vec<bool> = contexts.iter().map(|gradient| gradient.iter().any(|g| g.is_nan())).collect();
             assert_eq!(is_nan, [false, true, true, false]);
@@ -340,12 +326,10 @@ fn impossible_candidates_have_a_score_of_minus_infinity() {
             let case = ScoreCase { masked: true, ..scored(case(3, components, 3, 10), 1, true, temperature) };
             let token_ids = Tensor::new(&[[1u32], [2], [4]], &Device::Cpu).unwrap();
             let scored = Scored { token_ids, ..case.scored() };
-            let plan = case.plan(&gpu, NeedsGrad::default());
-            let found = joined(gpu::scores(&gpu, &case.operands(DType::F32), &scored, &plan).unwrap());
+            let found = joined(gpu::scores(&gpu, &case.plan(&gpu, NeedsGrad::default()), &scored).unwrap());
             let truth = case.operands(DType::F64);
-            let task = Task::for_scores(&scored, &truth, NeedsGrad::default()).unwrap();
-            let plan = backend::plan(&truth, task, None).unwrap();
-            let truth = joined(backend::scores(&truth, &scored, &plan).unwrap());
+            let planned = backend::plan(&truth, scored.task(&truth, NeedsGrad::default()).unwrap(), None).unwrap();
+            let truth = joined(backend::scores(&planned, &scored).unwrap());
             assert_eq!(truth.to_vec2::<f64>().unwrap()[0][0], f64::NEG_INFINITY);
             assert!(error(&found, &truth) <= 2e-5, "{found:?} {truth:?}");
         }
@@ -358,8 +342,8 @@ fn scores_that_do_not_depend_on_all_ids_need_no_workspace_for_them() {
         let bytes = |entropy, temperature| {
             let case = scored(Case { chunk: 5, ..case(5, 1, 4, 1000) }, 1, entropy, temperature);
             let operands = case.operands(DType::F32);
-            let task = Task::for_scores(&case.scored(), &operands, case.mixture.needs_grad()).unwrap();
-            gpu::plan(gpu.kind(), case.mixture.sizes, DType::F32, task, None).unwrap().workspace_bytes
+            let task = case.scored().task(&operands, case.mixture.needs_grad()).unwrap();
+            gpu::plan(&gpu, &operands, task, None).unwrap().plan.workspace_bytes
         };
         let row = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
         assert_eq!(bytes(true, 1.0), bytes(false, 1.0) + row);

@@ -5,10 +5,10 @@ use proptest::prelude::*;
 use super::case::{case, error, options, plain_objective, random, top_k_and_truth, Case, ALL};
 use super::*;
 
-use crate::backend::contract::Backend;
-use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss};
+use crate::backend::gpu::decoding::ranked;
+use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands};
-use crate::backend::task::Task;
+use crate::backend::ranking::TopKQuery;
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
@@ -37,12 +37,8 @@ fn adapters_equal_those_of_the_cpu_in_f64() {
                     let options = options(Reduction::Mean, smoothing, 0.0, true);
                     let case = Case { dtype, rank, transposed, options, ..case(positions, 3, 8, 37) };
                     case.check(&gpu);
-                    let (plan, operands) = (case.plan(&gpu), case.operands(dtype));
-                    let truth = case.operands(DType::F64);
-                    let cpu_plan = backend::plan(&truth, Task::for_log_probs(NeedsGrad::default()), None).unwrap();
-                    let log_probs = backend::log_probs(&truth, DType::F64, &cpu_plan).unwrap();
-                    let found = gpu::log_probs(&gpu, &operands, dtype, &plan).unwrap();
-                    assert!(error(&found, &log_probs) <= case.tolerance());
+                    let found = gpu::log_probs(&gpu, &case.plan(&gpu), dtype).unwrap();
+                    assert!(error(&found, &case.true_log_probs()) <= case.tolerance());
                 }
             }
         }
@@ -70,9 +66,9 @@ fn targets_that_are_entries_of_their_own_equal_those_of_the_cpu_in_f64() {
 fn f64_is_an_error_that_names_the_backend() {
     for gpu in EmulatedGpu::all() {
         let case = case(2, 1, 3, 5);
-        let (operands, task) = (case.operands(DType::F64), Task::for_log_probs(NeedsGrad::default()));
+        let (operands, task) = (case.operands(DType::F64), Task::LogProbs { needs_grad: NeedsGrad::default() });
         let name = gpu.kind().kernels.to_string();
-        let plan = gpu::GpuBackend(gpu).plan(&operands, task, None);
+        let plan = gpu::plan(&gpu, &operands, task, None);
         let Err(crate::Error::DType { argument: "hidden", expected, got: DType::F64 }) = plan else {
             panic!("{plan:?}")
         };
@@ -126,11 +122,9 @@ fn responsibilities_of_improbable_targets_sum_to_one() {
     for gpu in EmulatedGpu::all() {
         for bias in [1e2, 1e3, 1e4] {
             let case = Case { bias, ..case(9, 3, 6, 41) };
-            let plan = case.plan(&gpu);
-            let operands = case.operands(DType::F32);
             let objective =
                 plain_objective((0..9).map(|t| t * 4).collect(), LossTerms::default(), GradScale::Constant(1.0));
-            let outcome = gpu::loss(&gpu, &operands, &objective, ALL, &plan).unwrap();
+            let outcome = gpu::loss(&gpu, &case.plan(&gpu), &objective).unwrap();
             let sums = outcome.gradients.log_priors.unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
             assert!(sums.iter().all(|sum| (sum + 1.0).abs() < 1e-6), "{bias}: {sums:?} {:?}", gpu.language);
         }
@@ -180,7 +174,7 @@ fn a_z_loss_that_cancels_the_mass_keeps_the_gradient_of_the_target() {
             ..case.operands(DType::F32)
         };
         let objective = plain_objective(vec![0], case.options.terms(), GradScale::Constant(1.0));
-        let outcome = gpu::loss(&gpu, &operands, &objective, ALL, &case.plan(&gpu)).unwrap();
+        let outcome = gpu::loss(&gpu, &case.plan_for(&gpu, &operands), &objective).unwrap();
         assert_eq!(outcome.gradients.weight.unwrap().to_vec2::<f32>().unwrap(), [[-1.0]], "{:?}", gpu.language);
     }
 }
@@ -190,11 +184,8 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
     for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let case = Case { dtype, ..case(5, 3, 6, 37) };
-            let (operands, truth) = (case.operands(dtype), case.operands(DType::F64));
-            let plan = case.plan(&gpu);
-            let cpu_plan = backend::plan(&truth, Task::for_log_probs(NeedsGrad::default()), None).unwrap();
-            let log_probs = backend::log_probs(&truth, DType::F64, &cpu_plan).unwrap();
-            assert!(error(&gpu::log_probs(&gpu, &operands, dtype, &plan).unwrap(), &log_probs) <= case.tolerance());
+            let found = gpu::log_probs(&gpu, &case.plan(&gpu), dtype).unwrap();
+            assert!(error(&found, &case.true_log_probs()) <= case.tolerance());
 
             let upstream = random(8, &[5, 37], 1.0);
             let objective = |dtype| Objective::LogProbs { upstream: upstream.to_dtype(dtype).unwrap() };
@@ -219,15 +210,32 @@ fn the_most_probable_ids_equal_those_of_a_sort() {
 }
 
 #[test]
+fn the_host_ranks_many_ids_as_the_device_ranks_a_few() {
+    for gpu in EmulatedGpu::all() {
+        for components in [1, 3] {
+            let operands = case(5, components, 6, 90).operands(DType::F32);
+            let ((few_ids, few), (ids, log_probs)) =
+                (gpu::top_k(&gpu, &operands, 7).unwrap(), gpu::top_k(&gpu, &operands, 80).unwrap());
+            let first = |tensor: &Tensor| tensor.narrow(1, 0, 7).unwrap();
+            assert_eq!(first(&ids).to_vec2::<u32>().unwrap(), few_ids.to_vec2::<u32>().unwrap());
+            assert_eq!(first(&log_probs).to_vec2::<f32>().unwrap(), few.to_vec2::<f32>().unwrap());
+            let same = gpu::visit(&gpu, &operands, &TopKQuery { k: 7 }).unwrap();
+            let same: Vec<u32> = same.into_iter().flatten().map(|(_, id)| id).collect();
+            assert_eq!(same, few_ids.flatten_all().unwrap().to_vec1::<u32>().unwrap());
+        }
+    }
+}
+
+#[test]
 fn the_plan_of_a_ranking_has_room_for_the_log_probabilities_of_a_chunk() {
     for gpu in EmulatedGpu::all() {
-        let bytes = |top_k| {
-            let case = Case { chunk: 5, ..case(5, 2, 4, 1000) };
-            let task = Task { top_k, ..Task::for_log_probs(NeedsGrad::default()) };
-            gpu::plan(gpu.kind(), case.sizes, DType::F32, task, None).unwrap().workspace_bytes
+        let bytes = |task| {
+            let operands = Case { chunk: 5, ..case(5, 2, 4, 1000) }.operands(DType::F32);
+            gpu::plan(&gpu, &operands, task, None).unwrap().plan.workspace_bytes
         };
+        let all = Task::LogProbs { needs_grad: NeedsGrad::default() };
         let log_probs = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
-        assert_eq!(bytes(Some(3)), bytes(None) + log_probs);
+        assert_eq!(bytes(Task::TopK { k: 3 }), bytes(all) + log_probs);
     }
 }
 
@@ -241,11 +249,11 @@ fn ties_are_ranked_by_id_and_a_nan_comes_first() {
         bias[650] = 1.0;
         bias[3] = f32::NEG_INFINITY;
         operands.bias = Some(Tensor::new(bias.clone(), &Device::Cpu).unwrap());
-        let ids = |operands| gpu::top_k(&gpu, operands, 5, &case.plan(&gpu)).unwrap().0.to_vec2::<u32>().unwrap();
-        assert_eq!(ids(&operands), [[650, 0, 1, 2, 4]; 2]);
+        let ranked = |operands: &Operands, k| ranked(&gpu, &case.plan_for(&gpu, operands), k).unwrap();
+        assert_eq!(ranked(&operands, 5).0.to_vec2::<u32>().unwrap(), [[650, 0, 1, 2, 4]; 2]);
         bias[600] = f32::NAN;
         operands.bias = Some(Tensor::new(bias, &Device::Cpu).unwrap());
-        let log_probs = gpu::top_k(&gpu, &operands, 1, &case.plan(&gpu)).unwrap().1.to_vec2::<f32>().unwrap();
+        let log_probs = ranked(&operands, 1).1.to_vec2::<f32>().unwrap();
         assert!(log_probs.iter().all(|row| row[0].is_nan()));
     }
 }
@@ -255,7 +263,7 @@ fn a_target_outside_the_vocabulary_has_a_nan_loss() {
     for gpu in EmulatedGpu::all() {
         let case = case(4, 2, 3, 10);
         let objective = plain_objective(vec![1, 10, i64::MAX, -1], LossTerms::default(), GradScale::OneOverCount);
-        let outcome = gpu::loss(&gpu, &case.operands(DType::F32), &objective, ALL, &case.plan(&gpu)).unwrap();
+        let outcome = gpu::loss(&gpu, &case.plan(&gpu), &objective).unwrap();
         let nll = outcome.nll.to_vec1::<f32>().unwrap();
         assert!(nll[0].is_finite() && nll[1..].iter().all(|x| x.is_nan()), "{nll:?}");
         assert!(outcome.sum.to_scalar::<f32>().unwrap().is_nan());
@@ -275,9 +283,10 @@ fn infinities_and_nan_are_where_they_are_on_the_cpu() {
                     Operands { bias: Some(bias.to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
                 };
                 let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::F32)));
-                let plan = backend::plan(&truth, Task::for_loss(&case.options.terms(), ALL), None).unwrap();
-                let truth = backend::loss(&truth, &case.objective(DType::F64), ALL, &plan).unwrap();
-                let got = gpu::loss(&gpu, &got, &case.objective(DType::F32), ALL, &case.plan(&gpu)).unwrap();
+                let objective = case.objective(DType::F64);
+                let planned = backend::plan(&truth, objective.task(&truth, ALL).unwrap(), None).unwrap();
+                let truth = backend::loss(&planned, &objective).unwrap();
+                let got = gpu::loss(&gpu, &case.plan_for(&gpu, &got), &case.objective(DType::F32)).unwrap();
                 assert!(error(&got.nll, &truth.nll) <= 1e-5, "{value} {:?} {:?}", got.nll, truth.nll);
                 let (got, truth) = (got.gradients.contexts.unwrap(), truth.gradients.contexts.unwrap());
                 assert!(error(&got, &truth) <= 1e-4, "{value} K = {components}");

@@ -1,0 +1,73 @@
+//! The most probable ids on a GPU, and queries of each position's distribution, which the host answers.
+
+use candle_core::{DType, Device, Tensor, D};
+use rayon::prelude::*;
+
+use super::chunks::Chunks;
+use super::device::{Buffer, Gpu};
+use super::log_probs::log_probs;
+use super::plan::plan;
+use crate::backend::distribution::{Computed, Visit};
+use crate::backend::objective::Task;
+use crate::backend::operands::{NeedsGrad, Operands};
+use crate::backend::plan::Planned;
+use crate::backend::ranking::{tensors, TopKQuery};
+use crate::error::{Error, Result};
+
+/// The largest `k` that is ranked on the device, where the kernel scans the vocabulary once for each rank.
+const MAX_K_ON_DEVICE: usize = 64;
+
+/// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`: on the device if `k` is small,
+/// otherwise on the host.
+pub(in crate::backend) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
+    if k > MAX_K_ON_DEVICE {
+        return tensors(&visit(gpu, operands, &TopKQuery { k })?, k, DType::F32, operands.device());
+    }
+    let (ids, log_probs) = ranked(gpu, &plan(gpu, operands, Task::TopK { k }, None)?, k)?;
+    // Reading back synchronizes. A NaN is ranked first.
+    let first = log_probs.narrow(1, 0, 1)?.contiguous()?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
+    match first.iter().position(|x| x.is_nan() || *x == f32::NEG_INFINITY) {
+        Some(position) if first[position].is_nan() => Err(Error::Distribution { position }),
+        Some(position) => Err(Error::Impossible { position }),
+        None => Ok((ids, log_probs)),
+    }
+}
+
+/// Finds the `k` most probable ids and their log-probabilities, `[positions, k]`, u32 and f32.
+pub(super) fn ranked<G: Gpu>(gpu: &G, planned: &Planned, k: usize) -> Result<(Tensor, Tensor)> {
+    let Planned { operands, plan, .. } = planned;
+    let positions = operands.sizes.positions;
+    let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((positions.max(1), k), dtype, operands.contexts.device())?);
+    let (ids, log_probs) = (zeros(DType::U32)?, zeros(DType::F32)?);
+    let chunks = Chunks::new(gpu, planned)?;
+    let all_log_probs = chunks.log_prob_rows()?;
+    plan.chunks().try_for_each(|positions| chunks.top_k(positions, k, &all_log_probs, &ids, &log_probs))?;
+    Ok((ids.tensor.narrow(0, 0, positions)?, log_probs.tensor.narrow(0, 0, positions)?))
+}
+
+/// Reads the log-probabilities of all ids, and answers the query on the host.
+pub(in crate::backend) fn visit<G: Gpu, V: Visit>(gpu: &G, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
+    let planned = plan(gpu, operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
+    let log_probs = log_probs(gpu, &planned, DType::F32)?.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
+    let offsets = if visit.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };
+    let answer = |(position, row): (usize, &Vec<f32>)| {
+        visit.visit(position, &Computed::new(row).with_logit_offset(offsets.get(position).copied()))
+    };
+    V::answers(log_probs.par_iter().enumerate().map(answer))
+}
+
+/// Computes the log-sum-exp of each position's logits, which the kernels do not return: the logit of its most probable id,
+/// from candle's operations, minus the id's log-probability. There is none for several softmaxes.
+pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Result<Vec<f32>> {
+    if operands.sizes.components > 1 || log_probs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let argmax = |row: &Vec<f32>| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap_or(0) as u32;
+    let ids: Vec<u32> = log_probs.iter().map(argmax).collect();
+    let largest = log_probs.iter().zip(&ids).map(|(row, &id)| row[id as usize]);
+    let id_tensor = Tensor::new(ids.as_slice(), operands.contexts.device())?;
+    let Operands { contexts, weight, bias, .. } = operands.select_ids(&id_tensor)?.join_adapter()?;
+    let contexts = contexts.squeeze(1)?.to_dtype(DType::F32)?;
+    let z = operands.finish_logits((contexts * weight.to_dtype(DType::F32)?)?.sum(D::Minus1)?, bias)?;
+    Ok(z.to_vec1::<f32>()?.iter().zip(largest).map(|(z, log_p)| z - log_p).collect())
+}

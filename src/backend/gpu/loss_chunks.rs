@@ -1,0 +1,321 @@
+//! The chunks of a loss on a GPU: the steps of each, its results and its gradients.
+
+use std::ops::Range;
+
+use candle_core::{DType, Tensor};
+
+use super::arguments::{Read, RowsArgument, ScoredArgument, Write};
+use super::chunks::{is_argmax, matrix, ChunkArguments, Chunks, LogProbRows, MixtureResults};
+use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
+use super::device_scores::DeviceScores;
+use super::gradients::{BiasGradient, DeviceGradients};
+use super::kernels::{
+    KernelArguments, PositionGradientsArguments, PositionLossArguments, RowGradientArguments, RowSoftMassArguments,
+};
+use super::objective::DeviceObjective;
+use super::shared_targets::SharedTargets;
+use crate::backend::objective::{GradientSoFar, Gradients, LossResults};
+use crate::backend::operands::Sizes;
+use crate::backend::schedule::Steps;
+use crate::error::Result;
+
+/// Returns `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.
+fn weigh(weights: &Tensor, values: &Tensor) -> candle_core::Result<Tensor> {
+    weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)
+}
+
+/// The chunks of a loss.
+pub(super) struct LossChunks<'a, G> {
+    pub(super) chunks: Chunks<'a, G>,
+    pub(super) objective: DeviceObjective,
+    pub(super) targets: DeviceTargets<'a>,
+    results: DeviceResults,
+    gradients: Option<DeviceGradients>,
+}
+
+/// What the targets need besides the logits of the vocabulary.
+pub(super) enum DeviceTargets<'a> {
+    /// Each target is one id of the vocabulary.
+    Hard,
+    /// All ids have mass: the mixture's log-probabilities, `[positions of a chunk, stride]`.
+    Soft(Buffer),
+    /// Each target is an entry of its own: its logits, `[positions, K]`.
+    Own(Buffer),
+    /// Each target is one id of the vocabulary, of which this rank has a part.
+    Shared(SharedTargets<'a>),
+    /// Ids have mass through the scores of each position.
+    Scored(&'a DeviceScores),
+}
+
+impl DeviceTargets<'_> {
+    /// The log-probabilities of all ids, if masses depend on them.
+    fn log_probs(&self) -> Option<&Buffer> {
+        match self {
+            DeviceTargets::Soft(log_probs) => Some(log_probs),
+            DeviceTargets::Scored(scores) => scores.log_probs.as_ref(),
+            DeviceTargets::Hard | DeviceTargets::Own(_) | DeviceTargets::Shared(_) => None,
+        }
+    }
+
+    /// The kernels' argument for the candidates of a chunk's positions.
+    fn scored(&self, positions: &Range<usize>) -> ScoredArgument {
+        match self {
+            DeviceTargets::Scored(scores) => scores.argument(positions),
+            _ => ScoredArgument::default(),
+        }
+    }
+}
+
+/// The results of all positions, `[positions]` each.
+struct DeviceResults {
+    nll: Buffer,
+    losses: Buffer,
+    argmax: Buffer,
+}
+
+impl<'a, G: Gpu> LossChunks<'a, G> {
+    /// The results and gradients, all zero. The weight's gradient starts from `so_far`, if there is one.
+    pub(super) fn new(
+        chunks: Chunks<'a, G>,
+        objective: DeviceObjective,
+        targets: DeviceTargets<'a>,
+        so_far: Option<&GradientSoFar>,
+    ) -> Result<Self> {
+        let needs_grad = chunks.planned.needs_grad;
+        let positions = chunks.inputs.sizes.positions.max(1);
+        let zeros = |n, dtype| Buffer::zeros(chunks.gpu, n, dtype, chunks.logits.tensor.device());
+        let gradients = || {
+            let so_far = so_far.filter(|_| needs_grad.weight).and_then(GradientSoFar::take);
+            let has_own_targets = matches!(targets, DeviceTargets::Own(_));
+            DeviceGradients::new(&chunks, has_own_targets, so_far)
+        };
+        Ok(LossChunks {
+            results: DeviceResults {
+                nll: zeros(positions, DType::F32)?,
+                losses: zeros(positions, DType::F32)?,
+                argmax: zeros(positions, DType::U32)?,
+            },
+            gradients: needs_grad.any().then(gradients).transpose()?,
+            targets,
+            objective,
+            chunks,
+        })
+    }
+
+    /// The results after all chunks, without the gradients.
+    pub(super) fn results(&self) -> Result<LossResults> {
+        let DeviceResults { nll, losses, argmax } = &self.results;
+        let [nll, losses] = [nll, losses].map(|buffer| &buffer.tensor);
+        let targets = self.objective.targets.as_ref();
+        let (objective, count) = match targets {
+            Some(targets) => (weigh(&targets.weights.tensor, losses)?, targets.count.clone()),
+            // Without targets, the caller has the log-probabilities, and needs only the gradients.
+            None => (losses.clone(), losses.zeros_like()?.sum_all()?),
+        };
+        let is_correct = match targets {
+            // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
+            Some(targets) if self.objective.terms.needs_correct => {
+                Some(is_argmax(&argmax.tensor, &targets.ids.tensor, &nll.neg()?)?)
+            }
+            _ => None,
+        };
+        // The buffers have an element even for an empty batch.
+        let positions = self.chunks.inputs.sizes.positions;
+        Ok(LossResults {
+            objective: objective.narrow(0, 0, positions)?,
+            nll: nll.narrow(0, 0, positions)?,
+            sum: objective.sum_all()?,
+            count,
+            is_correct: is_correct.map(|is_correct| is_correct.narrow(0, 0, positions)).transpose()?,
+            gradients: Gradients::default(),
+        })
+    }
+
+    /// The gradient of the logits of own targets, `[positions, K]`.
+    pub(super) fn own_gradient(&self) -> Result<Option<Tensor>> {
+        let Sizes { positions, components, .. } = self.chunks.inputs.sizes;
+        let Some(own) = self.gradients.as_ref().and_then(|gradients| gradients.own.as_ref()) else { return Ok(None) };
+        let gradient = own.tensor.narrow(0, 0, positions * components)?.reshape((positions, components))?;
+        Ok(Some(gradient.broadcast_mul(&self.objective.factor)?))
+    }
+
+    /// The gradients. The kernels leave the factor of all positions to this step only for the log-priors.
+    pub(super) fn into_gradients(self) -> Result<Gradients> {
+        let Sizes { positions, components, vocab, .. } = self.chunks.inputs.sizes;
+        let Some(gradients) = self.gradients else { return Ok(Gradients::default()) };
+        let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
+            gradient.map(|g| g.tensor.narrow(0, 0, shape.iter().product())?.reshape(shape)).transpose()
+        };
+        let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
+        let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
+        let (mut contexts, mut decoder) = (Vec::new(), Vec::new());
+        for (columns, gradient) in self.chunks.inputs.columns.iter().zip(gradients.columns) {
+            contexts.extend(shaped(gradient.contexts, &[positions, components, columns.width])?);
+            decoder.push(shaped(gradient.decoder, &[vocab, columns.width])?);
+        }
+        let mut decoder = decoder.into_iter();
+        Ok(Gradients {
+            contexts: if contexts.is_empty() { None } else { Some(Tensor::cat(&contexts, 2)?) },
+            log_priors: log_priors.filter(|_| self.chunks.planned.needs_grad.log_priors).map(scaled).transpose()?,
+            weight: decoder.next().flatten(),
+            adapter: decoder.next().flatten(),
+            bias: shaped(gradients.bias.map(|bias| bias.sum), &[vocab])?,
+        })
+    }
+
+    /// The arguments of the chunk that has the given positions.
+    pub(super) fn arguments(&self, positions: &Range<usize>) -> ChunkArguments {
+        let ChunkArguments { logits, rows, .. } = self.chunks.arguments(positions);
+        let own_logits = match &self.targets {
+            DeviceTargets::Own(logits) => logits.at(self.chunks.inputs.rows(positions).start),
+            _ => 0,
+        };
+        let objective = self.objective.argument(positions.start);
+        ChunkArguments { logits, objective, rows: RowsArgument { own_logits, ..rows } }
+    }
+
+    /// Computes the part of the loss of each position that depends on its target.
+    fn target_losses(&self, positions: &Range<usize>) -> Result<()> {
+        let ChunkArguments { objective, rows, .. } = self.arguments(positions);
+        let arguments = PositionLossArguments {
+            objective,
+            rows,
+            nll: Write(self.results.nll.at(positions.start)),
+            loss: Write(self.results.losses.at(positions.start)),
+            positions: positions.len() as i32,
+            components: self.chunks.inputs.sizes.components as i32,
+        };
+        arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))
+    }
+
+    /// Adds to the loss of each position, and to the masses of its rows, what they have from all ids or from
+    /// candidates, and finds its most probable id, each if it is needed.
+    fn soft_losses(&self, positions: &Range<usize>) -> Result<()> {
+        let arguments @ ChunkArguments { logits, objective, rows } = self.arguments(positions);
+        let soft = if let DeviceTargets::Soft(log_probs) = &self.targets { Some(log_probs) } else { None };
+        let needs_argmax = self.objective.terms.needs_correct;
+        if soft.is_some() || needs_argmax {
+            let results = MixtureResults {
+                log_probs: soft.map(|buffer| LogProbRows { buffer, first: 0, stride: self.chunks.stride }),
+                losses: self.results.losses.at(positions.start),
+                argmax: if needs_argmax { self.results.argmax.at(positions.start) } else { 0 },
+            };
+            self.chunks.mix(positions, arguments, results)?;
+        }
+        if soft.is_some() || matches!(self.targets, DeviceTargets::Scored(_)) {
+            let scored = self.targets.scored(positions);
+            let arguments = RowSoftMassArguments { logits, objective, rows, scored, log_probs: self.log_probs() };
+            arguments.launch(self.chunks.gpu, self.chunks.inputs.rows(positions).len())?;
+        }
+        Ok(())
+    }
+
+    /// Computes the gradients of the chunk's log-priors, of its own targets' logits, and of its logits.
+    fn row_gradients(&self, positions: &Range<usize>, gradients: &DeviceGradients) -> Result<()> {
+        let ChunkArguments { logits, objective, rows: row_values } = self.arguments(positions);
+        let rows = self.chunks.inputs.rows(positions);
+        let arguments = PositionGradientsArguments {
+            objective,
+            rows: row_values,
+            log_prior_gradient: Write(gradients.log_priors.at(rows.start)),
+            own_gradient: Write(gradients.own.as_ref().map_or(0, |own| own.at(rows.start))),
+            positions: positions.len() as i32,
+            components: self.chunks.inputs.sizes.components as i32,
+        };
+        arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))?;
+        let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
+        let arguments = RowGradientArguments {
+            logits,
+            objective,
+            rows: row_values,
+            scored: self.targets.scored(positions),
+            log_probs: self.log_probs(),
+            gradient: Write(address),
+        };
+        arguments.launch_for(self.chunks.gpu, dtype, rows.len())
+    }
+
+    /// Adds the chunk's rows to the gradient of the bias.
+    fn bias_gradient(&self, positions: &Range<usize>, logits: DeviceMatrix, bias: &BiasGradient) -> Result<()> {
+        self.chunks.gpu.multiply(&DeviceProduct {
+            m: self.chunks.inputs.sizes.vocab,
+            n: 1,
+            k: self.chunks.inputs.rows(positions).len(),
+            lhs: DeviceMatrix { is_transposed: true, ..logits },
+            rhs: matrix(&bias.ones, 0, 1),
+            out: bias.sum.at(0),
+            out_stride: 1,
+            alpha: self.objective.alpha(),
+            accumulates: positions.start > 0,
+        })
+    }
+
+    /// The log-probabilities of all ids of a chunk's positions, if masses depend on them.
+    fn log_probs(&self) -> Read {
+        Read(self.targets.log_probs().map_or(0, |log_probs| log_probs.at(0)))
+    }
+}
+
+impl<G: Gpu> Steps for LossChunks<'_, G> {
+    fn first_product(&mut self, positions: Range<usize>) -> Result<()> {
+        self.chunks.compute_logits(&positions, self.arguments(&positions))?;
+        match &self.targets {
+            DeviceTargets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
+            _ => Ok(()),
+        }
+    }
+
+    fn objective(&mut self, positions: Range<usize>) -> Result<()> {
+        self.target_losses(&positions)?;
+        self.soft_losses(&positions)?;
+        let Some(gradients) = &self.gradients else { return Ok(()) };
+        self.row_gradients(&positions, gradients)?;
+        match &gradients.bias {
+            Some(bias) => self.bias_gradient(&positions, gradients.logit_matrix(&self.chunks), bias),
+            None => Ok(()),
+        }
+    }
+
+    fn context_gradient(&mut self, positions: Range<usize>) -> Result<()> {
+        let Chunks { gpu, inputs, .. } = &self.chunks;
+        let Some(gradients) = &self.gradients else { return Ok(()) };
+        let rows = inputs.rows(&positions);
+        for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
+            let Some(contexts) = &gradient.contexts else { continue };
+            gpu.multiply(&DeviceProduct {
+                m: rows.len(),
+                n: columns.width,
+                k: inputs.sizes.vocab,
+                lhs: gradients.logit_matrix(&self.chunks),
+                rhs: columns.decoder(false),
+                out: contexts.at(rows.start * columns.width),
+                out_stride: columns.width,
+                alpha: self.objective.alpha(),
+                accumulates: false,
+            })?;
+        }
+        Ok(())
+    }
+
+    fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
+        let Chunks { gpu, inputs, .. } = &self.chunks;
+        let Some(gradients) = &self.gradients else { return Ok(()) };
+        let rows = inputs.rows(&positions);
+        for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
+            let Some(decoder) = &gradient.decoder else { continue };
+            gpu.multiply(&DeviceProduct {
+                m: inputs.sizes.vocab,
+                n: columns.width,
+                k: rows.len(),
+                lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
+                rhs: matrix(&columns.contexts, rows.start, columns.width),
+                out: decoder.at(0),
+                out_stride: columns.width,
+                alpha: self.objective.alpha(),
+                // If it does not accumulate, the first chunk overwrites.
+                accumulates: positions.start > 0 || gradient.has_so_far,
+            })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,61 @@
+//! The plan of a task on a GPU: the workspace of its chunks.
+
+use candle_core::DType;
+
+use super::chunks::ROW_ALIGN;
+use super::device::Gpu;
+use super::device_scores::values_per_position;
+use crate::backend::objective::Task;
+use crate::backend::operands::{Operands, Sizes};
+use crate::backend::plan::{default, Computation, Needs, Plan, Planned};
+use crate::error::{Error, Result};
+
+/// Makes the plan of a task, for operands in f16, bf16 or f32.
+pub(in crate::backend) fn plan<G: Gpu>(
+    gpu: &G,
+    operands: &Operands,
+    task: Task,
+    budget: Option<usize>,
+) -> Result<Planned> {
+    let kind = gpu.kind();
+    let sizes @ Sizes { components, vocab, .. } = operands.sizes;
+    let dtype = match operands.contexts.dtype() {
+        dtype @ (DType::F32 | DType::F16 | DType::BF16) => dtype,
+        got => {
+            let expected = format!("f16, bf16 or f32 on {}", kind.kernels);
+            return Err(Error::DType { argument: "hidden", expected, got });
+        }
+    };
+    let stride = vocab.next_multiple_of(ROW_ALIGN);
+    let f32_size = DType::F32.size_in_bytes();
+    let gradient_dtype = kind.gradient_dtype(dtype);
+    let gradient = if gradient_dtype == DType::F32 { 0 } else { stride * gradient_dtype.size_in_bytes() };
+    let products = (kind.product_bytes)(sizes, dtype);
+    // The logits, their gradient in the dtype of the products, and at most eight f32 values.
+    let row = stride * f32_size + gradient + products.per_row + 8 * f32_size;
+    let (needs_log_probs, scores) = match task {
+        Task::Scores { scores, .. } => {
+            (scores.need_all_ids, values_per_position(scores.candidates, components) * f32_size)
+        }
+        Task::TopK { .. } => (true, 0),
+        _ => (task.has_soft_targets(), 0),
+    };
+    let log_probs = if needs_log_probs { stride * f32_size } else { 0 };
+    let per_position = kind.allocation_factor * (components * row + log_probs + scores);
+    let fixed = kind.allocation_factor * (vocab * f32_size + products.fixed);
+    let cached_rows = default::GPU_LOGITS / (stride * f32_size);
+    let positions = cached_rows.max(kind.least_default_rows).div_ceil(components);
+    let needs = Needs {
+        per_position,
+        fixed,
+        per_thread: 0,
+        default_budget: (fixed + positions * per_position).min(kind.allocation_factor * kind.most_default_bytes),
+        most_positions: usize::MAX,
+        keeps_logits: true,
+        computation: Computation::TwoPasses,
+        kernels: kind.kernels,
+        threads: 1,
+    };
+    let plan = Plan::new(sizes.positions, components, needs, budget)?;
+    Ok(Planned { operands: operands.clone(), needs_grad: task.needs_grad(), plan })
+}

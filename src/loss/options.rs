@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use super::gradient_sum::GradientSum;
 use super::negatives::Negatives;
-use super::position_options::{PositionOptions, Reduction};
+use super::positions::{PositionOptions, Reduction};
 use crate::backend::objective::LossTerms;
 use crate::backend::operands::Precision;
 use crate::error::{Error, OptionName, Result};

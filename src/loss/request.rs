@@ -7,8 +7,7 @@
 use candle_core::{DType, Tensor};
 
 use super::options::{LossOptions, SampledLoss};
-use super::position_options::Reduction;
-use super::positions::{OutputShape, Positions};
+use super::positions::{OutputShape, Positions, Reduction};
 use super::results::Loss;
 use crate::backend::objective::TargetLoss;
 use crate::error::{Error, OptionName, Result};

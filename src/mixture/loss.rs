@@ -4,8 +4,7 @@ use candle_core::Tensor;
 
 use super::node::{self, needs_grad, KnownGradients};
 use super::sample::Sample;
-use super::sampled_softmax;
-use super::{shard_loss, Mixture};
+use super::{sampled_softmax, shard_loss, Mixture};
 use crate::backend;
 use crate::backend::objective::{GradScale, LossResults, Objective, TargetKind, TargetLoss, Task};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};

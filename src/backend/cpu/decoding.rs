@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor, WithDType};
 use super::objective::results::BufferedGradients;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Element;
-use super::operands::inputs::Inputs;
+use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
 use crate::backend::distribution::Visit;

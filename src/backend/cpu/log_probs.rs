@@ -3,11 +3,11 @@
 use candle_core::{Device, Tensor};
 
 use super::memory::filled;
-use super::objective::listed_ids::Candidates;
 use super::objective::results::BufferedGradients;
+use super::objective::targets::Candidates;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Element;
-use super::operands::inputs::Inputs;
+use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
 use crate::backend::objective::{Scored, POSITION_SCORES};

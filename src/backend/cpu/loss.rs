@@ -7,12 +7,11 @@ use candle_core::{Device, Tensor, WithDType};
 
 use super::memory::zeros;
 use super::objective::components::PositionLoss;
-use super::objective::listed_ids::Candidates;
 use super::objective::results::{results, BufferedGradients, WeightBuffer};
-use super::objective::targets::Targets;
+use super::objective::targets::{Candidates, Targets};
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Element;
-use super::operands::inputs::Inputs;
+use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
 use super::vector::simd::Float;

@@ -12,7 +12,7 @@ use super::objective::results::{BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::with_type;
-use super::operands::inputs::Inputs;
+use super::operands::matrix::Inputs;
 use super::plan::{computation, with_products, Served};
 use super::products::multiplier::{Tiles, Vectors};
 use super::tiles::unit::TileUnit;

@@ -13,10 +13,9 @@ use half::{bf16, f16};
 use super::arguments::Argument;
 use super::device::{DeviceMatrix, DeviceProduct, Gpu, GpuKind};
 use super::kernels::HEADERS;
-use crate::backend::cuda;
-use crate::backend::metal;
 use crate::backend::metal::arguments::{bindings, Binding};
 use crate::backend::metal::f32_products::{self, F32Products, ProductBuffers};
+use crate::backend::{cuda, metal};
 use crate::error::Result;
 
 /// Launches a kernel by its name, with a number of blocks, a pointer for each argument and the sizes of the arguments.

@@ -115,10 +115,10 @@ impl Distillation {
         targets.map(|targets| Ok(targets.narrow(0, positions.start, positions.len())?)).transpose()
     }
 
-    /// Finishes a loss whose `sum` has been divided by the denominator: multiplies it again, and sets the count, and
-    /// the objective of each position in place of its negative log-likelihood.
+    /// Finishes a loss whose value has been divided by the denominator: sets the sum, which is not, the count, and the
+    /// objective of each position in place of its negative log-likelihood.
     pub(crate) fn finish(&self, loss: Loss, objective: Tensor) -> Result<Loss> {
-        let sum = (&loss.sum * self.counted.denominator)?;
+        let sum = (loss.value.detach() * self.counted.denominator)?;
         let count = Tensor::full(self.counted.count, (), &Device::Cpu)?;
         let count = count.to_dtype(sum.dtype())?.to_device(sum.device())?;
         Ok(Loss { sum, count, nll: objective, ..loss })

@@ -18,8 +18,7 @@
 //! d/d log pi_k  = -R_k
 //! ```
 
-use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
-use crate::backend::cpu::vector::math::{not_negative, weighted};
+use crate::backend::cpu::vector::math::{not_negative, weighted, LogSumExp};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::objective::LossTerms;
 

@@ -4,7 +4,6 @@
 pub(crate) mod argmax_terms;
 pub(crate) mod components;
 pub(crate) mod divergence;
-pub(crate) mod listed_ids;
 pub(crate) mod ranks;
 pub(crate) mod results;
 pub(crate) mod targets;

@@ -16,14 +16,13 @@
 use num_traits::{Float as _, Zero};
 use rayon::prelude::*;
 
-use super::exponentials::ApplySoftcap;
+use super::exponentials::{ApplySoftcap, FirstProductResults};
 use super::format::{FirstOperands, Format};
 use super::layout::Panel;
-use super::row_sums::FirstProductResults;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::objective::argmax_terms::argmax_term;
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::operands::inputs::Inputs;
+use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::distribution::Real;
 use crate::backend::operands::Sizes;

@@ -10,7 +10,7 @@ use super::layout::{Blocks, Panel};
 use super::rows::Factors;
 use crate::backend::cpu::memory::BufferElement;
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::operands::inputs::Inputs;
+use crate::backend::cpu::operands::matrix::Inputs;
 
 /// The products of a unit, and the form of their operands.
 pub(crate) trait Format<T: Element>: Copy + Send + Sync {

@@ -21,30 +21,25 @@
 //! decoder is frozen, a buffer holds those of one tile.
 
 mod argmax;
-mod chunk_ids;
 mod exponentials;
 mod first_product;
 mod format;
 mod gradients;
 mod layout;
-mod row_sums;
 mod rows;
-mod scaling;
 mod tiles;
-mod top_logits;
 mod vectors;
 
 use std::ops::Range;
 
 use super::memory::{Aligned, Workspace};
 use super::objective::components::PositionLoss;
-use super::objective::listed_ids::{Candidates, ListedIds};
 use super::objective::ranks::Ranks;
 use super::objective::results::BufferedGradients;
-use super::objective::targets::Targets;
+use super::objective::targets::{Candidates, ListedIds, Targets};
 use super::operands::dtype::Element;
-use super::operands::inputs::Inputs;
-use super::vector::log_sum_exp::defect_of;
+use super::operands::matrix::Inputs;
+use super::vector::math::defect_of;
 use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::distribution::Real;
 use crate::backend::objective::{Scored, Task};
@@ -56,15 +51,13 @@ use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::join;
 use crate::error::Result;
 use argmax::ArgmaxSearch;
-use chunk_ids::ChunkIds;
-use first_product::{segment_bytes, ChunkBuffers, ChunkProducts, FirstProductRequest};
+use exponentials::FirstProductResults;
+use first_product::{segment_bytes, ChunkBuffers, ChunkProducts, FirstProductRequest, Floors};
 pub(crate) use format::Format;
 use format::ThirdOperands;
 use gradients::{ContextGradient, ThirdProduct};
-use layout::Layout;
-use row_sums::FirstProductResults;
+use layout::{ChunkIds, Layout};
 use rows::{own_logits, segment_factors, ChunkRows, Factors, SummedChunk};
-use top_logits::Floors;
 
 /// Returns the workspace of a task. Besides small numbers, the decoder's gradient needs the exponentials of a chunk,
 /// and the contexts' gradient a product for each of its pieces.
@@ -99,7 +92,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
         (0, 0)
     };
     let top_k_bytes =
-        if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes::<T::Acc>(k) } else { 0 };
+        if let Task::TopK { k } = *task { layout.segments() * first_product::row_bytes::<T::Acc>(k) } else { 0 };
     // All panels but the last are full.
     let piece_bytes = (layout.extra_pieces() + 1) * panel * (product_bytes + scaled_bytes);
     // The contexts exist packed and gathered.

@@ -6,12 +6,11 @@ use std::ops::Range;
 use num_traits::Zero;
 
 use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
+use super::gradients::{AddWeightedSums, ScaleRows};
 use super::layout::{Blocks, Panel};
-use super::scaling::{AddWeightedSums, ScaleRows};
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::operands::inputs::Inputs;
-use crate::backend::cpu::operands::matrix::{transpose, Block};
+use crate::backend::cpu::operands::matrix::{transpose, Block, Inputs};
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, PanelProduct, Registers, Start};
 use crate::backend::cpu::vector::simd::Float;

@@ -3,13 +3,15 @@
 
 use std::convert::identity;
 
-use candle_core::{Storage, Tensor, WithDType};
+use candle_core::{DType, Device, Storage, Tensor, WithDType};
 use half::{bf16, f16};
-
-use crate::backend::cpu::tiles::rounding::{self, ToBf16};
-use crate::backend::cpu::vector::simd::{Float, Vector};
-use crate::error::{Error, Result};
 use num_traits::Zero;
+use rayon::prelude::*;
+
+use crate::backend::cpu::memory::{filled, zeros};
+use crate::backend::cpu::tiles::rounding::{self, ToBf16};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
+use crate::error::{Error, Result};
 
 /// A floating-point type that tensors are stored in.
 pub(crate) trait Element: WithDType + ToBf16 {
@@ -143,5 +145,57 @@ pub(crate) fn with_slice<T: Element, O>(
     match layout.contiguous_offsets() {
         Some((from, to)) => f(&T::cpu_storage_as_slice(storage)?[from..to]),
         None => Err(Error::shape(argument, "contiguous", layout.dims())),
+    }
+}
+
+/// The number of elements that a thread converts at a time.
+const BLOCK: usize = 1 << 16;
+
+/// Converts a gradient to the dtype of its operand.
+pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
+    match (gradient.dtype(), dtype) {
+        (DType::F32, DType::BF16) => rounded_to::<bf16>(gradient),
+        (DType::F32, DType::F16) => rounded_to::<f16>(gradient),
+        _ => Ok(gradient.to_dtype(dtype)?),
+    }
+}
+
+/// Rounds a tensor in f32; the result is contiguous.
+pub(crate) fn rounded_to<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
+    let isa = Isa::detected()?;
+    let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
+        let mut values: Vec<T> = filled(T::zero(), from.len());
+        let blocks = values.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK));
+        blocks.for_each(|(to, from)| f32::dispatch(isa, NarrowRow { from, to }));
+        Ok(values)
+    })?;
+    Ok(Tensor::from_vec(values, gradient.shape(), &Device::Cpu)?)
+}
+
+/// Widens a contiguous tensor to f32.
+pub(crate) fn widened<T: Element<Acc = f32>>(tensor: &Tensor) -> Result<Tensor> {
+    let values = with_slice("tensor", tensor, |from: &[T]| {
+        let mut values: Vec<f32> = zeros(from.len());
+        let blocks = values.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK));
+        blocks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(to, x)| *to = x.widen()));
+        Ok(values)
+    })?;
+    Ok(Tensor::from_vec(values, tensor.shape(), &Device::Cpu)?)
+}
+
+/// Computes `to[..] = from[..]`, rounded.
+struct NarrowRow<'a, T> {
+    from: &'a [f32],
+    to: &'a mut [T],
+}
+
+impl<T: Element<Acc = f32>> Kernel<f32> for NarrowRow<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<f32>>(self, _: V) {
+        for (to, &x) in self.to.iter_mut().zip(self.from) {
+            *to = T::narrow(x);
+        }
     }
 }

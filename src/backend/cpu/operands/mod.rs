@@ -1,6 +1,4 @@
 //! The operands of a mixture as the kernels read them: element types, matrices, and their conversion.
 
 pub(crate) mod dtype;
-pub(crate) mod inputs;
 pub(crate) mod matrix;
-pub(crate) mod rounding;

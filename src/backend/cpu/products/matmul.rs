@@ -4,8 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
-use crate::backend::cpu::operands::dtype::with_slice;
-use crate::backend::cpu::operands::rounding::{rounded_to, widened};
+use crate::backend::cpu::operands::dtype::{rounded_to, widened, with_slice};
 use crate::backend::cpu::tiles::matmul::{self, TileMatrix};
 use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;

@@ -8,7 +8,7 @@ use super::first_product::FirstProduct;
 use super::mix::{largest_term, least_term, mix_register};
 use super::passes::TwoPasses;
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::vector::log_sum_exp::{defect_of, LogSumExp};
+use crate::backend::cpu::vector::math::{defect_of, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use crate::backend::distribution::{Defect, Distribution, Visit, TILE};
 use crate::backend::operands::Sizes;

@@ -10,7 +10,7 @@ use super::first_product::FirstProduct;
 use super::mix::{PositionLogits, Scratch, Tempered};
 use super::passes::TwoPasses;
 use crate::backend::cpu::memory::zeros;
-use crate::backend::cpu::objective::listed_ids::Candidates;
+use crate::backend::cpu::objective::targets::Candidates;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::vector::math::not_negative;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};

@@ -2,10 +2,8 @@
 //! tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`, its entropy, and the mass outside candidates.
 
 use crate::backend::cpu::objective::components::Components;
-use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
-use crate::backend::cpu::vector::math::{exp, ln, not_negative};
+use crate::backend::cpu::vector::math::{exp, finite_or_zero, ln, not_negative, LogSumExp, Softcap};
 use crate::backend::cpu::vector::simd::{Float, Vector};
-use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The logits of one position.
 pub(super) struct PositionLogits<'a, F> {

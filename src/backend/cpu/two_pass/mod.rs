@@ -29,8 +29,8 @@ use rayon::prelude::*;
 
 use super::memory::Workspace;
 use super::operands::dtype::Element;
-use super::operands::inputs::Inputs;
-use super::vector::log_sum_exp::LogSumExp;
+use super::operands::matrix::Inputs;
+use super::vector::math::LogSumExp;
 use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::objective::Task;
 use crate::backend::operands::Sizes;

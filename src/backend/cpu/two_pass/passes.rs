@@ -9,8 +9,8 @@ use crate::backend::cpu::objective::ranks::Ranks;
 use crate::backend::cpu::objective::results::BufferedGradients;
 use crate::backend::cpu::objective::targets::Targets;
 use crate::backend::cpu::operands::dtype::Element;
-use crate::backend::cpu::operands::inputs::Inputs;
-use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
+use crate::backend::cpu::operands::matrix::Inputs;
+use crate::backend::cpu::vector::math::LogSumExp;
 use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
 

@@ -5,9 +5,8 @@ use super::mix::{IdMasses, PositionLogits, Scratch, Tempered};
 use super::rank_sums::RankTerms;
 use super::single_softmax::{single_gradient, single_sums, GradientFactors};
 use crate::backend::cpu::objective::components::{PositionLoss, ScoreUpstream, SoftMasses, Target};
-use crate::backend::cpu::vector::math::{exp, flushed, weighted};
+use crate::backend::cpu::vector::math::{exp, flushed, weighted, Softcap};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
-use crate::backend::cpu::vector::softcap::Softcap;
 use crate::backend::shard::ELSEWHERE;
 
 /// The destinations and factors of the gradients of one position.
@@ -293,7 +292,7 @@ fn soft_mass<F: Float, V: Vector<F>>(v: V, row: &[F], terms: &RowOperands<'_, F>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::vector::log_sum_exp::LogSumExp;
+    use crate::backend::cpu::vector::math::LogSumExp;
     use crate::backend::cpu::vector::simd::Isa;
 
     /// Computes the gradient of one position by the logits of its live rows, and then by its log-priors.

@@ -2,9 +2,8 @@
 
 use super::mix::IdMasses;
 use crate::backend::cpu::objective::components::Components;
-use crate::backend::cpu::vector::math::exp;
+use crate::backend::cpu::vector::math::{exp, Softcap};
 use crate::backend::cpu::vector::simd::{Float, Vector};
-use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The sums over the ids of a row.
 pub(super) struct SingleSums<F> {

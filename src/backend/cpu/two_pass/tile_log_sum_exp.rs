@@ -1,10 +1,8 @@
 //! The log-sum-exp of each row of a tile of logits, after scale, bias and softcap, which is taken while the tile is in the
 //! cache.
 
-use crate::backend::cpu::vector::log_sum_exp::{finite_or_zero, LogSumExp};
-use crate::backend::cpu::vector::math::exp;
+use crate::backend::cpu::vector::math::{exp, finite_or_zero, LogSumExp, Softcap};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
-use crate::backend::cpu::vector::softcap::Softcap;
 
 /// The kernel that computes the log-sum-exp of one row of a tile of logits. The row then holds the final logits, with minus
 /// infinity in its padding.

@@ -2,6 +2,7 @@
 //! last place; and guards of single numbers.
 
 use super::simd::{Float, Vector};
+use crate::backend::distribution::Defect;
 
 /// Computes `e^x` for `x` up to the logarithm of the largest finite number; zero where the result would be subnormal;
 /// NaN for NaN.
@@ -97,6 +98,92 @@ pub(crate) fn weighted<F: Float>(weight: F, x: F) -> F {
         F::zero()
     } else {
         weight * x
+    }
+}
+
+/// A log-sum-exp in two parts. Added up into one number, they would lose the precision that `z - lse` needs when the
+/// largest logit is far from zero.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LogSumExp<F> {
+    /// The largest logit; zero if all are minus infinity.
+    pub(crate) largest: F,
+    /// `log sum_v exp(z_v - largest)`
+    pub(crate) log_sum: F,
+}
+
+impl<F: Float> LogSumExp<F> {
+    /// Returns the log-sum-exp in one number.
+    pub(crate) fn value(self) -> F {
+        self.largest + self.log_sum
+    }
+
+    /// Computes the log-sum-exp of a few numbers.
+    pub(crate) fn from_terms(values: impl Iterator<Item = F> + Clone) -> Self {
+        let largest = finite_or_zero(values.clone().fold(F::neg_infinity(), num_traits::Float::max));
+        let sum: F = values.map(|x| (x - largest).exp()).sum();
+        LogSumExp { largest, log_sum: sum.ln() }
+    }
+
+    /// Combines the log-sum-exps of disjoint sets of ids into that of their union.
+    pub(crate) fn joined(sets: impl Iterator<Item = Self> + Clone) -> Self {
+        let possible = sets.clone().filter(|set| set.log_sum != F::neg_infinity());
+        let largest = finite_or_zero(possible.map(|set| set.largest).fold(F::neg_infinity(), num_traits::Float::max));
+        let sum: F = sets.map(|set| (set.largest - largest + set.log_sum).exp()).sum();
+        LogSumExp { largest, log_sum: sum.ln() }
+    }
+}
+
+/// Returns why components with these log-sum-exps and log-priors have no distribution together; `None` if they have
+/// one. A component without a possible id has no distribution of its own, hence the mixture has none.
+pub(crate) fn defect_of<F: Float>(components: impl Iterator<Item = (LogSumExp<F>, F)> + Clone) -> Option<Defect> {
+    let is_number = |(LogSumExp { largest, log_sum }, log_prior): (LogSumExp<F>, F)| {
+        largest < F::infinity() && log_sum < F::infinity() && log_prior < F::infinity()
+    };
+    if !components.clone().all(is_number) {
+        return Some(Defect::NotFinite);
+    }
+    let have_ids = components.clone().all(|(lse, _)| lse.log_sum > F::neg_infinity());
+    let is_possible = have_ids && components.clone().any(|(_, log_prior)| log_prior > F::neg_infinity());
+    (!is_possible).then_some(Defect::Impossible)
+}
+
+/// Returns `x`, or zero if it is minus infinity.
+pub(crate) fn finite_or_zero<F: Float>(x: F) -> F {
+    if x == F::neg_infinity() {
+        F::zero()
+    } else {
+        x
+    }
+}
+
+/// The softcap `cap`, and its inverse.
+#[derive(Clone, Copy)]
+pub(crate) struct Softcap<F> {
+    cap: F,
+    inverse: F,
+}
+
+impl<F: Float> Softcap<F> {
+    pub(crate) fn new(cap: F) -> Self {
+        Softcap { cap, inverse: F::one() / cap }
+    }
+
+    /// Computes the logits z from the products u.
+    #[inline(always)]
+    pub(crate) fn apply<V: Vector<F>>(self, v: V, u: V::Reg) -> V::Reg {
+        v.mul(v.splat(self.cap), tanh(v, v.mul(u, v.splat(self.inverse))))
+    }
+
+    /// Computes the slopes from the logits z.
+    #[inline(always)]
+    pub(crate) fn slope<V: Vector<F>>(self, v: V, z: V::Reg) -> V::Reg {
+        let t = v.mul(z, v.splat(self.inverse));
+        v.sub(v.splat(F::one()), v.mul(t, t))
+    }
+
+    /// Computes the slope at a single logit. It divides, which is more precise and too slow for every logit.
+    pub(crate) fn slope_at(self, z: F) -> F {
+        F::one() - (z / self.cap) * (z / self.cap)
     }
 }
 

@@ -1,7 +1,5 @@
 //! The vector instruction sets, and the functions that are computed on their registers.
 
-pub(crate) mod log_sum_exp;
 pub(crate) mod math;
 pub(crate) mod simd;
-pub(crate) mod softcap;
 pub(crate) mod transposed;

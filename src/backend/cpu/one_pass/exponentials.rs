@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::first_product::TopLogits;
 use super::layout::{ChunkIds, Layout, Panel};
+use super::top_logits::TopLogits;
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::products::panel::lanes;
 use crate::backend::cpu::vector::math::{exp_or_zero, finite_or_zero, not_negative, weighted, LogSumExp, Softcap};

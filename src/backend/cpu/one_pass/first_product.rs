@@ -2,7 +2,6 @@
 //! the decoder.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
 
@@ -10,12 +9,11 @@ use super::exponentials::{ApplySoftcap, Exponentiate, RunningSums, SegmentSums, 
 use super::format::{FirstOperands, Format};
 use super::gradients::Scale;
 use super::layout::{ChunkIds, Layout, Panel};
+use super::top_logits::{Floors, TopLogits};
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::simd::Float;
-use crate::backend::distribution::Real;
-use crate::backend::ranking::{Ranked, Ranking};
 
 /// What is requested of the first product besides the log-sum-exp of each row and the logits of its listed ids.
 #[derive(Clone, Copy, Default)]
@@ -41,8 +39,8 @@ pub(super) struct ChunkProducts<'c, 'a, T: Element, X> {
     /// Whether the listed ids are targets with entries of their own, whose logits in the vocabulary take no part.
     pub(super) targets_are_own: bool,
     pub(super) request: FirstProductRequest,
-    /// For each row whose largest logits are requested, what all threads know about them.
-    pub(super) floors: Floors,
+    /// For each row, if its largest logits are requested, what all threads know about them.
+    pub(super) floors: Option<Floors>,
 }
 
 /// The buffers that all chunks use.
@@ -202,8 +200,8 @@ impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
         let listed = self.take_listed(ids, *panel, sums, logits);
         let running = &mut sums.running;
         let has_moved = T::Acc::dispatch(isa, UpdateOffsets { tile: logits, running });
-        if let Some(top_logits) = &mut sums.top_logits {
-            top_logits.add(ids, logits, &running.tile_largest, &self.floors);
+        if let (Some(top_logits), Some(floors)) = (&mut sums.top_logits, &self.floors) {
+            top_logits.add(ids, logits, &running.tile_largest, floors);
         }
         T::Acc::dispatch(isa, Exponentiate { tile: logits, running, softcap });
         // The slope of a softcap is not finite there.
@@ -247,71 +245,4 @@ fn split_by_panel<'b, E>(mut buffer: &'b mut [E], panels: &[Panel], per_row: usi
         first
     };
     panels.iter().map(panel_elements).collect()
-}
-
-/// For each row a lower bound of its `k`-th largest logit, the highest that any segment has found so far. Which logits
-/// are skipped because of it depends on the threads; which remain once all segments are ranked does not.
-pub(super) struct Floors(Vec<AtomicU64>);
-
-impl Floors {
-    /// Starts at minus infinity.
-    pub(super) fn new(rows: usize) -> Self {
-        Floors((0..rows).map(|_| AtomicU64::new(f64::NEG_INFINITY.to_bits())).collect())
-    }
-
-    /// Returns the bound of a row.
-    fn at(&self, row: usize) -> f64 {
-        f64::from_bits(self.0[row].load(Ordering::Relaxed))
-    }
-
-    /// Raises the bound of a row to `floor`, unless it is higher.
-    fn raise(&self, row: usize, floor: f64) {
-        let raised = |bits| (f64::from_bits(bits) < floor).then_some(floor.to_bits());
-        // An error says that the bound is as high already.
-        let _ = self.0[row].fetch_update(Ordering::Relaxed, Ordering::Relaxed, raised);
-    }
-}
-
-/// The largest logits of a panel's rows in a segment, and their ids.
-pub(super) struct TopLogits<F> {
-    panel: Panel,
-    /// `[rows]`
-    rows: Vec<Ranking<F>>,
-}
-
-impl<F: Float> TopLogits<F> {
-    /// Starts without logits; collects the `n` largest of each row.
-    pub(super) fn new(n: usize, panel: Panel) -> Self {
-        let rows = (0..panel.rows).map(|_| Ranking::new(n)).collect();
-        TopLogits { panel, rows }
-    }
-
-    /// Adds a tile of logits `[ids, width]`, of which each row's largest is in `largest`, `[width]`.
-    pub(super) fn add(&mut self, ids: &Range<usize>, tile: &[F], largest: &[F], floors: &Floors) {
-        for (row, (ranking, &largest)) in self.rows.iter_mut().zip(largest).enumerate() {
-            // If logits are equal, another segment may have the lower id.
-            let floor = F::from_f64(floors.at(self.panel.first + row));
-            if largest < floor || !ranking.has_place(largest) {
-                continue;
-            }
-            for (id, &z) in ids.clone().zip(tile.iter().skip(row).step_by(self.panel.width)) {
-                if z >= floor && ranking.has_place(z) {
-                    ranking.push(id as u32, z);
-                }
-            }
-            if let Some(floor) = ranking.settle() {
-                floors.raise(self.panel.first + row, Real::f64(floor));
-            }
-        }
-    }
-
-    /// Returns the largest logits of a row, in no order, perhaps with others.
-    pub(super) fn row(&self, row: usize) -> &[Ranked<F>] {
-        self.rows[row].entries()
-    }
-}
-
-/// Returns the bytes that the `n` largest logits of a row take.
-pub(super) fn row_bytes<F: Float>(n: usize) -> usize {
-    size_of::<Ranking<F>>() + Ranking::<F>::capacity(n) * size_of::<Ranked<F>>()
 }

@@ -28,6 +28,7 @@ mod gradients;
 mod layout;
 mod rows;
 mod tiles;
+mod top_logits;
 mod vectors;
 
 use std::ops::Range;
@@ -52,12 +53,13 @@ use crate::backend::shared_rows::join;
 use crate::error::Result;
 use argmax::ArgmaxSearch;
 use exponentials::FirstProductResults;
-use first_product::{segment_bytes, ChunkBuffers, ChunkProducts, FirstProductRequest, Floors};
+use first_product::{segment_bytes, ChunkBuffers, ChunkProducts, FirstProductRequest};
 pub(crate) use format::Format;
 use format::ThirdOperands;
 use gradients::{ContextGradient, ThirdProduct};
 use layout::{ChunkIds, Layout};
 use rows::{own_logits, segment_factors, ChunkRows, Factors, SummedChunk};
+use top_logits::Floors;
 
 /// Returns the workspace of a task. Besides small numbers, the decoder's gradient needs the exponentials of a chunk,
 /// and the contexts' gradient a product for each of its pieces.
@@ -92,7 +94,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
         (0, 0)
     };
     let top_k_bytes =
-        if let Task::TopK { k } = *task { layout.segments() * first_product::row_bytes::<T::Acc>(k) } else { 0 };
+        if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes::<T::Acc>(k) } else { 0 };
     // All panels but the last are full.
     let piece_bytes = (layout.extra_pieces() + 1) * panel * (product_bytes + scaled_bytes);
     // The contexts exist packed and gathered.
@@ -348,7 +350,7 @@ impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
             ids: &ids,
             targets_are_own: targets.is_some_and(Targets::are_own),
             request,
-            floors: Floors::new(request.top_k.map_or(0, |_| positions.len())),
+            floors: request.top_k.map(|_| Floors::new(positions.len())),
         };
         let segments = products.run(&mut self.buffers);
         let own_logits = targets.map_or(vec![], |targets| own_logits(inputs, targets, &positions, contexts));

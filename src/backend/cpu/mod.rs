@@ -50,10 +50,10 @@ pub(super) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Re
 
 /// Computes an objective, and the gradients of the operands that need one.
 pub(super) fn loss(planned: &Planned, objective: &Objective) -> Result<LossResults> {
-    on_threads(
-        &planned.plan,
-        || with_planned!(planned, T, products => loss::loss::<T, _>(products, planned, objective)),
-    )
+    let Planned { operands, needs_grad, plan } = planned;
+    let task = objective.task(operands, *needs_grad)?;
+    debug_assert_eq!(plan.computation, plan::computation(&task, operands.sizes), "the plan of another task");
+    on_threads(plan, || with_planned!(planned, T, products => loss::loss::<T, _>(products, planned, objective)))
 }
 
 /// Computes log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.

@@ -13,6 +13,7 @@ use rayon::prelude::*;
 
 use crate::backend::distribution::{Distribution, Real, Visit, TILE};
 use crate::error::Result;
+use crate::tensors::transfer::{to_device, to_device_as};
 
 /// The log-probability of a token id, and the id.
 pub(crate) type Ranked<F> = (F, u32);
@@ -76,14 +77,9 @@ impl Visit for TopKQuery {
 /// Makes tensors `[positions, k]` of the most probable ids that were `found` at all positions, in u32, and of their
 /// log-probabilities, in `dtype`.
 pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device: &Device) -> Result<(Tensor, Tensor)> {
-    let shape = (found.len(), k);
-    if found.is_empty() {
-        // candle's Metal backend cannot make a tensor from an empty vector.
-        return Ok((Tensor::zeros(shape, DType::U32, device)?, Tensor::zeros(shape, dtype, device)?));
-    }
+    let shape = [found.len(), k];
     let (log_probs, ids): (Vec<f64>, Vec<u32>) = found.iter().flatten().copied().unzip();
-    let log_probs = Tensor::from_vec(log_probs, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
-    Ok((Tensor::from_vec(ids, shape, device)?, log_probs))
+    Ok((to_device(ids, &shape, device)?, to_device_as(log_probs, &shape, dtype, device)?))
 }
 
 /// The least number of tiles per parallel task, so that the work repays its overhead.

@@ -113,7 +113,7 @@ impl Truncation {
 
     /// Whether the truncation leaves this id, whose logit is `z`.
     pub(super) fn leaves(&self, z: f64, id: u32) -> bool {
-        ranking::order(&(z, id), &self.last).is_le()
+        !ranking::precedes(self.last, (z, id))
     }
 
     /// Returns the log-probability after the truncation of an id that it leaves, whose logit is `z`.

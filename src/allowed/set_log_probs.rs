@@ -61,10 +61,12 @@ impl SetLogProbs {
         } else {
             lists.longest() <= MOST_CANDIDATES
         };
-        match (are_short, is_single(mixture)) {
-            (true, true) => Self::from_list_logits(mixture, lists.clone()),
-            (true, false) => Self::from_candidates(mixture, lists.clone(), workspace_bytes),
-            (false, _) => Self::from_all_ids(mixture, restriction),
+        if !are_short {
+            Self::from_all_ids(mixture, restriction)
+        } else if is_single(mixture) {
+            Self::from_list_logits(mixture, lists.clone())
+        } else {
+            Self::from_candidates(mixture, lists.clone(), workspace_bytes)
         }
     }
 
@@ -103,16 +105,14 @@ impl SetLogProbs {
             Restriction::Shared(ids) => ids.clone(),
             Restriction::Each(lists) => lists.union(),
         };
-        let (log_probs, column_ids, leaves) = match (is_single(mixture) && union.len() < vocab, restriction) {
-            (true, _) => {
-                let (mixture, leaves) = gathered_softmax(mixture, &union)?;
-                (matrix(&mixture)?, ColumnIds::Shared(union), leaves)
-            }
-            (false, Restriction::Shared(ids)) => {
-                let index = Tensor::new(ids.as_slice(), mixture.operands().contexts.device())?;
-                (matrix(mixture)?.index_select(&index, 1)?, ColumnIds::Shared(union), Vec::new())
-            }
-            (false, _) => (matrix(mixture)?, ColumnIds::All, Vec::new()),
+        let (log_probs, column_ids, leaves) = if is_single(mixture) && union.len() < vocab {
+            let (mixture, leaves) = gathered_softmax(mixture, &union)?;
+            (matrix(&mixture)?, ColumnIds::Shared(union), leaves)
+        } else if let Restriction::Shared(ids) = restriction {
+            let index = Tensor::new(ids.as_slice(), mixture.operands().contexts.device())?;
+            (matrix(mixture)?.index_select(&index, 1)?, ColumnIds::Shared(union), Vec::new())
+        } else {
+            (matrix(mixture)?, ColumnIds::All, Vec::new())
         };
         let n = log_probs.dim(1)?;
         let mask = match restriction {

@@ -1,20 +1,44 @@
-//! The ranking of a distribution's ids: the `n` most probable ones, in one pass over its tiles. The CPU's one pass ranks
-//! logits with the same [`Ranking`] while they are computed.
+//! The order of a distribution's ids: the more probable one comes first, and of equals the lower one. The logits of a
+//! single component have the same order. A distribution that has a NaN or in which no id is possible has no argmax: a
+//! query of it is an error ([`Distribution::check`]), and no listed id is its argmax. The GPUs' kernels have the order in
+//! `gpu/kernels/ranking.h`.
+//!
+//! The `n` most probable ids are found in one pass over the distribution's tiles. The CPU's one pass ranks logits with
+//! the same [`Ranking`] while they are computed.
 
 use std::cmp::Ordering;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, D};
 use rayon::prelude::*;
 
 use crate::backend::distribution::{Distribution, Real, Visit, TILE};
 use crate::error::Result;
+use crate::tensors::transfer::{to_device, to_device_as};
 
 /// The log-probability of a token id, and the id.
 pub(crate) type Ranked<F> = (F, u32);
 
-/// Compares two ids for a descending order of log-probability; ties go to the lower id.
-pub(crate) fn order<F: Real>(a: &Ranked<F>, b: &Ranked<F>) -> Ordering {
-    b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
+/// Compares two ids, or other things with numbers, for a ranking. None of the numbers is NaN.
+pub(crate) fn order<F: PartialOrd, I: Ord>(a: &(F, I), b: &(F, I)) -> Ordering {
+    b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then_with(|| a.1.cmp(&b.1))
+}
+
+/// Returns whether `a` comes before `b` in a ranking. A NaN comes before nothing, and nothing before it.
+#[inline(always)]
+pub(crate) fn precedes<F: PartialOrd, I: Ord>(a: (F, I), b: (F, I)) -> bool {
+    a.0 > b.0 || a.0 == b.0 && a.1 < b.1
+}
+
+/// Returns the argmax of each row of log-probabilities `[positions, vocab]` by candle's operations, `[positions, 1]` in
+/// i64; it is no id where there is none.
+pub(crate) fn argmax(log_probs: &Tensor) -> Result<Tensor> {
+    let (shape, device) = (log_probs.dims2()?, log_probs.device());
+    let largest = log_probs.max_keepdim(D::Minus1)?;
+    let is_valid = (largest.gt(f64::NEG_INFINITY)? * log_probs.sum_keepdim(D::Minus1)?.le(f64::INFINITY)?)?;
+    let is_largest = (log_probs.broadcast_eq(&largest)? * is_valid.broadcast_as(shape)?)?;
+    let ids = Tensor::arange(0, shape.1 as u32, device)?.broadcast_as(shape)?.contiguous()?;
+    let no_id = Tensor::full(u32::MAX, shape, device)?;
+    Ok(is_largest.where_cond(&ids, &no_id)?.min_keepdim(D::Minus1)?.to_dtype(DType::I64)?)
 }
 
 /// Finds the `n` most probable ids with their log-probabilities, in descending order.
@@ -53,14 +77,9 @@ impl Visit for TopKQuery {
 /// Makes tensors `[positions, k]` of the most probable ids that were `found` at all positions, in u32, and of their
 /// log-probabilities, in `dtype`.
 pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device: &Device) -> Result<(Tensor, Tensor)> {
-    let shape = (found.len(), k);
-    if found.is_empty() {
-        // candle's Metal backend cannot make a tensor from an empty vector.
-        return Ok((Tensor::zeros(shape, DType::U32, device)?, Tensor::zeros(shape, dtype, device)?));
-    }
+    let shape = [found.len(), k];
     let (log_probs, ids): (Vec<f64>, Vec<u32>) = found.iter().flatten().copied().unzip();
-    let log_probs = Tensor::from_vec(log_probs, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
-    Ok((Tensor::from_vec(ids, shape, device)?, log_probs))
+    Ok((to_device(ids, &shape, device)?, to_device_as(log_probs, &shape, dtype, device)?))
 }
 
 /// The least number of tiles per parallel task, so that the work repays its overhead.

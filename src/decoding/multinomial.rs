@@ -1,7 +1,7 @@
 //! Draws a token id from a distribution, or from what a truncation leaves of it, with one random number.
 
 use super::sampling::Sampling;
-use super::truncation::{mass, RankedIds, TileMasses};
+use super::truncation::{mass, rank_truncated, TileMasses};
 use crate::backend::distribution::{Distribution, Real, Visit, TILE};
 use crate::backend::ranking;
 use crate::error::{Error, Result};
@@ -30,7 +30,7 @@ impl Visit for DrawQuery<'_> {
 
 /// Returns the token id at which the cumulative probability passes `u`. Its tile is found first.
 fn draw_from_all<F: Real>(distribution: &impl Distribution<F>, temperature: f64, u: f64) -> Option<u32> {
-    let TileMasses { tiles, largest, total, .. } = TileMasses::new(distribution, temperature);
+    let TileMasses { tiles, largest, total } = TileMasses::new(distribution, temperature);
     let tile_mass = |tile: &(f64, f64)| tile.1 * mass(tile.0, largest, temperature);
     let (tile, remainder) = find_by_mass(tiles.iter().map(tile_mass), u * total)?;
     let mut buffer = Vec::new();
@@ -41,9 +41,9 @@ fn draw_from_all<F: Real>(distribution: &impl Distribution<F>, temperature: f64,
 
 /// Draws from the token ids that top-k, top-p and min-p leave.
 fn draw_truncated<F: Real>(distribution: &impl Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
-    let RankedIds { ids, masses } = RankedIds::new(distribution, sampling)?;
-    let total: f64 = masses.iter().sum();
-    find_by_mass(masses.into_iter(), u * total).map(|(i, _)| ids[i].1)
+    let ranked = rank_truncated(distribution, sampling)?;
+    let masses = ranked.iter().map(|id| id.1);
+    find_by_mass(masses.clone(), u * masses.sum::<f64>()).map(|(i, _)| ranked[i].0)
 }
 
 /// Returns the index at which the cumulative mass exceeds `target`, and the remainder of `target` there. An element

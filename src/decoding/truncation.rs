@@ -1,7 +1,7 @@
 //! What top-k, top-p and min-p leave of a distribution at a temperature: the ids down to a last one, in the order of
 //! [`ranking`]. The mass of an id with log-probability x is `exp((x - largest) / T)`.
 //!
-//! A draw by one random number adds up masses in descending order, and needs a ranking of the ids ([`RankedIds`]). A
+//! A draw by one random number adds up masses in descending order, and needs a ranking of the ids ([`rank_truncated`]). A
 //! draw with noise only asks which ids are left ([`Truncation`]): top-k leaves few, which are ranked too; without it the
 //! last one is found from a histogram of masses.
 
@@ -11,10 +11,8 @@ use super::sampling::Sampling;
 use crate::backend::distribution::{Computed, Distribution, Real};
 use crate::backend::ranking::{self, Ranked};
 
-/// The masses of a distribution's tiles at temperature T. The mass of an id with log-probability x is
-/// `exp((x - largest) / T)`.
+/// The masses of a distribution's tiles.
 pub(super) struct TileMasses {
-    pub(super) temperature: f64,
     /// For each tile, its largest log-probability, and the sum of its masses relative to this one.
     pub(super) tiles: Vec<(f64, f64)>,
     /// The largest log-probability of all ids.
@@ -35,12 +33,7 @@ impl TileMasses {
             (0..distribution.tiles()).into_par_iter().with_min_len(8).map_init(Vec::new, tile).collect();
         let largest = tiles.iter().fold(f64::NEG_INFINITY, |m, tile| m.max(tile.0));
         let total = tiles.iter().map(|tile| tile.1 * mass(tile.0, largest, temperature)).sum();
-        TileMasses { temperature, tiles, largest, total }
-    }
-
-    /// Returns the log-probability at the temperature of an id whose log-probability in the distribution is `x`.
-    pub(super) fn tempered_log_prob(&self, x: f64) -> f64 {
-        (x - self.largest) / self.temperature - self.total.ln()
+        TileMasses { tiles, largest, total }
     }
 }
 
@@ -53,39 +46,34 @@ pub(super) fn mass(x: f64, largest: f64, temperature: f64) -> f64 {
     }
 }
 
-/// The token ids that top-k, top-p and min-p leave, in descending order, and their masses relative to the largest.
-pub(super) struct RankedIds<F> {
-    pub(super) ids: Vec<Ranked<F>>,
-    pub(super) masses: Vec<f64>,
-}
-
-impl<F: Real> RankedIds<F> {
-    /// Ranks the ids that top-k, top-p and min-p leave of a distribution; `None` if no id is possible.
-    pub(super) fn new(distribution: &impl Distribution<F>, sampling: &Sampling) -> Option<Self> {
-        let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
-        let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
-        let total = (top_k.is_none() && top_p < 1.0).then(|| TileMasses::new(distribution, temperature).total);
-        // Without top-k the number of ids in the nucleus is unknown, so that the search starts small and grows.
-        let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_RANKED) };
-        loop {
-            let mut ids = ranking::top_k(distribution, n);
-            let largest = ids.first()?.0.f64();
-            let masses: Vec<f64> = ids.iter().map(|id| mass(id.0.f64(), largest, temperature)).collect();
-            let wanted = top_p * total.unwrap_or_else(|| masses.iter().sum());
-            let mut sum = 0.0;
-            // The id that completes the nucleus is in it; the most probable one always is.
-            let nucleus = masses.iter().take_while(|&&mass| {
-                let is_in = sum == 0.0 || sum < wanted;
-                sum += mass;
-                is_in
-            });
-            let masses: Vec<f64> = nucleus.copied().take_while(|&mass| mass >= min_p && mass > 0.0).collect();
-            if masses.len() < n || n == limit {
-                ids.truncate(masses.len());
-                return Some(RankedIds { ids, masses });
-            }
-            n = limit.min(n * 8);
+/// Ranks the ids that top-k, top-p and min-p leave of a distribution, and returns them with their masses in descending
+/// order; `None` if no id is possible.
+pub(super) fn rank_truncated<F: Real>(
+    distribution: &impl Distribution<F>,
+    sampling: &Sampling,
+) -> Option<Vec<(u32, f64)>> {
+    let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
+    let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
+    let total = (top_k.is_none() && top_p < 1.0).then(|| TileMasses::new(distribution, temperature).total);
+    // Without top-k the number of ids in the nucleus is unknown, so that the search starts small and grows.
+    let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_RANKED) };
+    loop {
+        let ids = ranking::top_k(distribution, n);
+        let largest = ids.first()?.0.f64();
+        let masses: Vec<f64> = ids.iter().map(|id| mass(id.0.f64(), largest, temperature)).collect();
+        let wanted = top_p * total.unwrap_or_else(|| masses.iter().sum());
+        let mut sum = 0.0;
+        // The id that completes the nucleus is in it; the most probable one always is.
+        let nucleus = masses.iter().take_while(|&&mass| {
+            let is_in = sum == 0.0 || sum < wanted;
+            sum += mass;
+            is_in
+        });
+        let masses: Vec<f64> = nucleus.copied().take_while(|&mass| mass >= min_p && mass > 0.0).collect();
+        if masses.len() < n || n == limit {
+            return Some(ids.into_iter().map(|ranked| ranked.1).zip(masses).collect());
         }
+        n = limit.min(n * 8);
     }
 }
 
@@ -112,14 +100,20 @@ impl Truncation {
         if sampling.top_k.is_none() {
             return Some(Self::from_histogram(z, largest, sampling));
         }
-        let RankedIds { ids, masses } = RankedIds::new(&Computed::new(z), sampling)?;
-        let (last, mass) = (*ids.last()?, masses.iter().sum());
-        Some(Truncation { last, largest, temperature: sampling.temperature, mass, is_ranked: true })
+        let ranked = rank_truncated(&Computed::new(z), sampling)?;
+        let (last, mass) = (ranked.last()?.0, ranked.iter().map(|id| id.1).sum());
+        Some(Truncation {
+            last: (z[last as usize], last),
+            largest,
+            temperature: sampling.temperature,
+            mass,
+            is_ranked: true,
+        })
     }
 
     /// Whether the truncation leaves this id, whose logit is `z`.
     pub(super) fn leaves(&self, z: f64, id: u32) -> bool {
-        ranking::order(&(z, id), &self.last).is_le()
+        !ranking::precedes(self.last, (z, id))
     }
 
     /// Returns the log-probability after the truncation of an id that it leaves, whose logit is `z`.
@@ -204,14 +198,14 @@ mod tests {
             let mut z = values;
             z.iter_mut().zip(&impossible).skip(1).filter(|(_, &no)| no).for_each(|(z, _)| *z = f64::NEG_INFINITY);
             let sampling = Sampling { temperature, top_k, top_p, min_p, ..Sampling::new() };
-            let ranked = RankedIds::new(&Computed::new(&z), &sampling).expect("an id");
+            let ranked = rank_truncated(&Computed::new(&z), &sampling).expect("an id");
             let largest = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let found = Truncation::new(&z, largest, &sampling).expect("an id");
-            let mut ids: Vec<u32> = ranked.ids.iter().map(|id| id.1).collect();
+            let mut ids: Vec<u32> = ranked.iter().map(|id| id.0).collect();
             ids.sort_unstable();
             let all = (0..z.len() as u32).filter(|&id| z[id as usize] > f64::NEG_INFINITY);
             prop_assert_eq!(all.filter(|&id| found.leaves(z[id as usize], id)).collect::<Vec<_>>(), ids);
-            prop_assert!((found.mass / ranked.masses.iter().sum::<f64>() - 1.0).abs() < 1e-12);
+            prop_assert!((found.mass / ranked.iter().map(|id| id.1).sum::<f64>() - 1.0).abs() < 1e-12);
         }
     }
 }

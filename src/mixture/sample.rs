@@ -5,11 +5,12 @@
 //! -log sigmoid(z'_y) - sum_{v in S} log(1 - sigmoid(z'_v)),    z' = z - log E[count]
 //! ```
 
-use candle_core::{DType, Device, Tensor, D};
+use candle_core::{Tensor, D};
 
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Negatives, Request, SampledLoss};
+use crate::tensors::transfer::vector;
 
 /// The ids that a loss over a sample looks at: the negatives, and then the targets that are no negatives.
 pub(crate) struct Sample<'a> {
@@ -73,10 +74,10 @@ impl<'a> Sample<'a> {
         let first = |rows: &Tensor| rows.narrow(0, 0, samples);
         let products = contexts()?.matmul(&first(weight)?.to_dtype(accumulation)?.t()?)?;
         let logits = operands.finish_logits(products, bias.as_ref().map(first).transpose()?)?;
-        let numbers = |values: &mut dyn Iterator<Item = f64>| vector(values, accumulation, weight.device());
+        let numbers = |values: Vec<f64>| vector(values, accumulation, weight.device());
         let log_expected = |id: usize| negatives.expected_count(id).ln();
-        let shifts = numbers(&mut negatives.token_ids().iter().map(|&id| log_expected(id)))?;
-        let repeats = numbers(&mut negatives.repeats().iter().map(|&repeats| repeats as f64))?;
+        let shifts = numbers(negatives.token_ids().iter().map(|&id| log_expected(id)).collect())?;
+        let repeats = numbers(negatives.repeats().iter().map(|&repeats| repeats as f64).collect())?;
         let negative_terms = softplus(&logits.broadcast_sub(&shifts)?)?;
         let negative_sums = negative_terms.broadcast_mul(&repeats)?.sum(D::Minus1)?;
         let target_rows = Tensor::new(self.target_rows.as_slice(), weight.device())?;
@@ -84,7 +85,7 @@ impl<'a> Sample<'a> {
         // The gradients of equal targets are summed in the accumulation dtype.
         let products = (contexts()? * own(&weight.to_dtype(accumulation)?)?)?.sum(D::Minus1)?;
         let own_logits = operands.finish_logits(products, bias.as_ref().map(own).transpose()?)?;
-        let own_shifts = numbers(&mut self.targets.iter().map(|target| target.map_or(0.0, log_expected)))?;
+        let own_shifts = numbers(self.targets.iter().map(|target| target.map_or(0.0, log_expected)).collect())?;
         let own_logits = (own_logits - own_shifts)?;
         Ok((softplus(&own_logits.neg()?)? + negative_sums)?)
     }
@@ -97,11 +98,10 @@ fn check_support(loss: &SampledLoss, components: usize, softcap: Option<f64>, re
         SampledLoss::Nce(_) => (OptionName::Nce, "NCE"),
     };
     request.check_support(head, &[name, OptionName::DecoderRows])?;
+    let unsupported = |option, head| Err(Error::Unsupported { option, head });
     match loss {
-        SampledLoss::Softmax(_) if softcap.is_some() => Err(Error::Unsupported { option: OptionName::Softcap, head }),
-        SampledLoss::Nce(_) if components > 1 => {
-            Err(Error::Unsupported { option: OptionName::Nce, head: "a mixture of several softmaxes" })
-        }
+        SampledLoss::Softmax(_) if softcap.is_some() => unsupported(OptionName::Softcap, head),
+        SampledLoss::Nce(_) if components > 1 => unsupported(name, "a mixture of several softmaxes"),
         SampledLoss::Softmax(_) | SampledLoss::Nce(_) => Ok(()),
     }
 }
@@ -117,11 +117,6 @@ fn check_possible(targets: &[Option<usize>], negatives: &Negatives) -> Result<()
         }
         None => Ok(()),
     }
-}
-
-/// Makes a vector of numbers in a dtype on a device.
-pub(super) fn vector(values: impl Iterator<Item = f64>, dtype: DType, device: &Device) -> Result<Tensor> {
-    Ok(Tensor::new(values.collect::<Vec<_>>(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
 }
 
 /// Computes `log(1 + exp(x))`.

@@ -10,11 +10,12 @@
 
 use candle_core::Tensor;
 
-use super::sample::{vector, Sample};
+use super::sample::Sample;
 use crate::backend::objective::TargetLoss;
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::error::Result;
 use crate::loss::{Negatives, Request};
+use crate::tensors::transfer::vector;
 
 /// The target of an ignored position.
 const IGNORED: i64 = -1;
@@ -27,7 +28,7 @@ pub(super) fn operands_and_loss(
 ) -> Result<(Operands, TargetLoss)> {
     let Sample { negatives, targets, target_rows, .. } = sample;
     let accumulation = accumulation_dtype("contexts", operands.weight.dtype())?;
-    let numbers = |values: Vec<f64>| vector(values.into_iter(), accumulation, operands.weight.device());
+    let numbers = |values: Vec<f64>| vector(values, accumulation, operands.weight.device());
 
     // An id that was drawn n times counts n times, but not where it is the target.
     let log_repeats: Vec<f64> = negatives.repeats().iter().map(|&n| (n as f64).ln()).collect();

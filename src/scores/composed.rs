@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor, D};
 
 use crate::backend::objective::{Scored, POSITION_SCORES};
+use crate::backend::ranking::argmax;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 use crate::tensors::log_softmax::tempered;
@@ -72,18 +73,8 @@ pub(crate) fn are_argmax(log_probs: &Tensor, scored: &Scored) -> Result<Option<T
     if !scored.needs_argmax {
         return Ok(None);
     }
-    let (log_probs, shape) = (log_probs.detach(), scored.token_ids.dims2()?);
-    let device = log_probs.device();
     if scored.token_ids.elem_count() == 0 {
-        return Ok(Some(Tensor::zeros(shape, DType::U8, device)?));
+        return Ok(Some(Tensor::zeros(scored.token_ids.dims2()?, DType::U8, log_probs.device())?));
     }
-    let (positions, vocab) = log_probs.dims2()?;
-    let largest = log_probs.max_keepdim(D::Minus1)?;
-    // A distribution with a NaN, or in which no id is possible, has no argmax.
-    let is_valid = (largest.gt(f64::NEG_INFINITY)? * log_probs.sum_keepdim(D::Minus1)?.le(f64::INFINITY)?)?;
-    let is_largest = (log_probs.broadcast_eq(&largest)? * is_valid.broadcast_as(log_probs.shape())?)?;
-    let ids = Tensor::arange(0, vocab as u32, device)?.broadcast_as((positions, vocab))?.contiguous()?;
-    let no_id = Tensor::full(u32::MAX, (positions, vocab), device)?;
-    let argmax = is_largest.where_cond(&ids, &no_id)?.min_keepdim(D::Minus1)?.to_dtype(DType::I64)?;
-    Ok(Some(scored.token_ids.to_dtype(DType::I64)?.broadcast_eq(&argmax)?))
+    Ok(Some(scored.token_ids.to_dtype(DType::I64)?.broadcast_eq(&argmax(&log_probs.detach())?)?))
 }

@@ -23,6 +23,12 @@ pub(crate) fn to_device_as(values: Vec<f64>, shape: &[usize], dtype: DType, devi
     }
 }
 
+/// Makes a vector of values of the host, as [`to_device_as`] does.
+pub(crate) fn vector(values: Vec<f64>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let n = values.len();
+    to_device_as(values, &[n], dtype, device)
+}
+
 /// Selects the rows of these indices `[n]`. Differentiable. (candle's `index_select` does not take empty tensors.)
 pub(crate) fn select_rows(tensor: &Tensor, indices: &Tensor) -> Result<Tensor> {
     match indices.elem_count() {

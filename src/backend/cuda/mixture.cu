@@ -45,6 +45,7 @@ template <typename T> FUNCTION void store4(T *to, const float *x) {
 
 #include "../gpu/kernels/arguments.h"
 #include "../gpu/kernels/reductions.h"
+#include "../gpu/kernels/ranking.h"
 #include "../gpu/kernels/loss.h"
 #include "../gpu/kernels/log_probs.h"
 #include "../gpu/kernels/scores.h"

@@ -12,9 +12,10 @@ use crate::error::Result;
 
 /// The headers of the kernels, by their names in `gpu/kernels`, in the order in which the sources include them.
 #[cfg(any(feature = "metal", test))]
-pub(in crate::backend) const HEADERS: [(&str, &str); 7] = [
+pub(in crate::backend) const HEADERS: [(&str, &str); 8] = [
     ("arguments.h", include_str!("kernels/arguments.h")),
     ("reductions.h", include_str!("kernels/reductions.h")),
+    ("ranking.h", include_str!("kernels/ranking.h")),
     ("loss.h", include_str!("kernels/loss.h")),
     ("log_probs.h", include_str!("kernels/log_probs.h")),
     ("scores.h", include_str!("kernels/scores.h")),
@@ -87,6 +88,18 @@ kernels! {
     }
 }
 
+// In ranking.h:
+kernels! {
+    top_k(TopKArguments) {
+        log_probs: Read,
+        stride: i64,
+        vocab: i32,
+        k: i32,
+        ids: Write,
+        id_log_probs: Write,
+    }
+}
+
 // In log_probs.h:
 kernels! {
     mixture_log_probs(MixtureLogProbsArguments) {
@@ -97,14 +110,6 @@ kernels! {
         out_stride: i64,
         loss: Write,
         argmax: Write,
-    }
-    top_k(TopKArguments) {
-        log_probs: Read,
-        stride: i64,
-        vocab: i32,
-        k: i32,
-        ids: Write,
-        id_log_probs: Write,
     }
 }
 

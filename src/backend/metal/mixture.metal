@@ -58,6 +58,7 @@ FUNCTION void store4(device float *to, thread const float *x) {
 
 #include "../gpu/kernels/arguments.h"
 #include "../gpu/kernels/reductions.h"
+#include "../gpu/kernels/ranking.h"
 #include "../gpu/kernels/loss.h"
 #include "../gpu/kernels/log_probs.h"
 #include "../gpu/kernels/scores.h"

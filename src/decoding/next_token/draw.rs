@@ -38,7 +38,7 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     let log_prob = match truncation {
         Some(truncation) => truncation.log_prob(drawn_z),
         None if are_log_probs && temperature == 1.0 => drawn_z,
-        None => TileMasses::new(&Computed::new(z), temperature).tempered_log_prob(drawn_z),
+        None => relative(drawn_z) - TileMasses::new(&Computed::new(z), temperature).total.ln(),
     };
     Some(Drawn { id, log_prob })
 }

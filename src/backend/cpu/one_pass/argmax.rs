@@ -20,12 +20,13 @@ use super::exponentials::{ApplySoftcap, FirstProductResults};
 use super::format::{FirstOperands, Format};
 use super::layout::Panel;
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::objective::argmax_terms::argmax_term;
+use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::distribution::Real;
 use crate::backend::operands::Sizes;
+use crate::backend::ranking::{order, precedes};
 
 /// The relative difference that rounding may make between a bound and a probability, which are added up differently.
 const MARGIN: f64 = 1e-3;
@@ -79,15 +80,16 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
             values: Vec::new(),
         };
         let search_position = |buffers: &mut SearchBuffers<T, X>, (i, &t): (usize, &usize)| {
-            let (place, leader) = self.leader(i, t)?;
-            (!self.is_beaten(&leader, buffers)).then_some(place)
+            let leader = self.leader(i, t)?;
+            let ids = self.first_product.ids.position_ids(i);
+            (!self.is_beaten(&leader, buffers)).then(|| ids.partition_point(|&id| id < leader.id))
         };
         positions.par_iter().enumerate().map_init(buffers, search_position).collect()
     }
 
-    /// Returns the most probable of the listed ids of the chunk's `i`-th position, which is position `t`, and its place
-    /// among them; `None` if none of them has a probability.
-    fn leader(&self, i: usize, t: usize) -> Option<(usize, Leader<T::Acc>)> {
+    /// Returns the most probable of the listed ids of the chunk's `i`-th position, which is position `t`; `None` if none
+    /// of them has a probability.
+    fn leader(&self, i: usize, t: usize) -> Option<Leader<T::Acc>> {
         let components = self.inputs.sizes.components;
         let (row, ids) = (i * components, self.first_product.ids.position_ids(i));
         let scales = self.scales(row, t)?;
@@ -100,13 +102,14 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
             }
             self.add_values(&scales, panel, &logits, &mut values);
         }
-        let mut place = 0;
-        for (j, value) in values.iter().enumerate() {
-            if *value > values[place] {
-                place = j;
+        let mut leader = (values[0], ids[0]);
+        for other in values.into_iter().zip(ids.iter().copied()) {
+            if precedes(other, leader) {
+                leader = other;
             }
         }
-        Some((place, Leader { row, id: ids[place], value: values[place], scales }))
+        let (value, id) = leader;
+        Some(Leader { row, id, value, scales })
     }
 
     /// Returns the scales of position `t`, whose first row is `row`; `None` if none of its listed ids has a
@@ -116,22 +119,15 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
         let columns = self.first_product.layout.columns(components);
         let (mut largest, mut log_scale) = (vec![T::Acc::zero(); columns], vec![T::Acc::neg_infinity(); columns]);
         let log_priors = &self.inputs.log_priors[t * components..][..components];
-        let mut reference = T::Acc::neg_infinity();
         for (k, &log_prior) in log_priors.iter().enumerate() {
             let lse = self.first_product.lse(row + k);
             (largest[k], log_scale[k]) = (lse.largest, log_prior - lse.log_sum);
-            for &z in self.first_product.logits(row + k) {
-                let term = z - largest[k] + log_scale[k];
-                // There is no distribution.
-                if term.is_nan() {
-                    return None;
-                }
-                reference = reference.max(term);
-            }
         }
-        if reference == T::Acc::neg_infinity() {
-            return None;
-        }
+        let exponents = (0..components).flat_map(|k| {
+            let (largest, log_scale) = (largest[k], log_scale[k]);
+            self.first_product.logits(row + k).iter().map(move |&z| z - largest + log_scale)
+        });
+        let reference = reference(exponents)?;
         log_scale.iter_mut().for_each(|log_scale| *log_scale -= reference);
         Some(Scales { largest, log_scale })
     }
@@ -167,7 +163,7 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
         if bounds.is_empty() {
             return false;
         }
-        bounds.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        bounds.sort_unstable_by(order);
         self.pack(leader, buffers);
         bounds.into_iter().any(|(_, tile)| self.is_beaten_in_tile(tile, leader, buffers))
     }
@@ -177,7 +173,7 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
         let leader_tile = leader.id / self.first_product.layout.tile_ids;
         let mut is_tied = false;
         for (tile, largest) in self.tile_largest(leader.row).enumerate() {
-            if largest > leader.value || largest == leader.value && tile < leader_tile {
+            if precedes((largest, tile), (leader.value, leader_tile)) {
                 return true;
             }
             is_tied |= largest == leader.value && tile == leader_tile;
@@ -232,9 +228,8 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
                 self.add_values(&leader.scales, panel, logits, values);
             });
         }
-        let beats_leader = |(id, &value): (usize, &T::Acc)| {
-            id != leader.id && (value > leader.value || value == leader.value && id < leader.id)
-        };
+        let beats_leader =
+            |(id, &value): (usize, &T::Acc)| id != leader.id && precedes((value, id), (leader.value, leader.id));
         ids.zip(&*values).any(beats_leader)
     }
 }

@@ -4,9 +4,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::mix::{largest_term, least_term, PositionLogits};
-use crate::backend::cpu::objective::argmax_terms::argmax_term;
+use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::vector::simd::{Float, Vector};
+use crate::backend::ranking::precedes;
 
 /// The number of registers that are compared at a time.
 const BLOCK: usize = 64;
@@ -84,21 +85,13 @@ impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> IdValu
     }
 }
 
-/// Computes the largest exponent of a position's terms at an id with these logits; NaN if there is no distribution.
+/// Computes the exponents of a position's terms at an id with these logits.
 #[inline(always)]
-fn largest_exponent<F: Float>(logit: impl Fn(usize) -> F, components: &Components<F>) -> F {
-    let exponents = components.scales().enumerate().map(|(k, (largest, log_scale))| logit(k) - largest + log_scale);
-    exponents.fold(F::neg_infinity(), larger)
-}
-
-/// Returns the larger of two numbers, or NaN if one is NaN.
-#[inline(always)]
-fn larger<F: Float>(largest: F, other: F) -> F {
-    if other > largest || other.is_nan() {
-        other
-    } else {
-        largest
-    }
+fn exponents<'a, F: Float>(
+    logit: impl Fn(usize) -> F + 'a,
+    components: &'a Components<F>,
+) -> impl Iterator<Item = F> + 'a {
+    components.scales().enumerate().map(move |(k, (largest, log_scale))| logit(k) - largest + log_scale)
 }
 
 impl<F: Float> PositionLogits<'_, F> {
@@ -112,10 +105,7 @@ impl<F: Float> PositionLogits<'_, F> {
         or_equal: bool,
         components: &Components<F>,
     ) -> bool {
-        let reference = largest_exponent(|k| logits[k], components);
-        if reference.is_nan() || reference == F::neg_infinity() {
-            return false;
-        }
+        let Some(reference) = reference(exponents(|k| logits[k], components)) else { return false };
         let rows = V::registers(self.rows);
         let width = rows.len() / components.lse.len();
         let components = components.scales().map(|(largest, log_scale)| (largest, log_scale - reference));
@@ -129,32 +119,29 @@ impl<F: Float> PositionLogits<'_, F> {
     /// another id, or if none of these has a probability.
     #[inline(always)]
     pub(super) fn argmax_among<V: Vector<F>>(&self, v: V, ids: &[usize], components: &Components<F>) -> Option<usize> {
-        let exponent = |id: usize| largest_exponent(|k| self.rows[k * self.stride + id], components);
-        let reference = ids.iter().map(|&id| exponent(id)).fold(F::neg_infinity(), larger);
-        if reference.is_nan() || reference == F::neg_infinity() {
-            return None;
-        }
+        let id_exponents = |&id: &usize| exponents(move |k| self.rows[k * self.stride + id], components);
+        let reference = reference(ids.iter().flat_map(id_exponents))?;
         let rows = V::registers(self.rows);
         let width = rows.len() / components.lse.len();
         let components = components.scales().map(|(largest, log_scale)| (largest, log_scale - reference));
         let values = IdValues { rows, width, components, v, _number: PhantomData };
-        let mut leader = ids[0];
-        let mut value = values.value(leader);
+        let mut leader = (values.value(ids[0]), ids[0]);
         for &id in &ids[1..] {
-            let other = values.value(id);
-            if other > value || other == value && id < leader {
-                (leader, value) = (id, other);
+            let other = (values.value(id), id);
+            if precedes(other, leader) {
+                leader = other;
             }
         }
+        let (value, id) = leader;
         // The leader's register has lower and higher ids; all of the registers before it have lower ones.
-        let (neighbours, lanes) = values.lanes(leader / (size_of::<V::Reg>() / size_of::<F>()));
-        let own = leader / lanes;
-        for (id, &other) in (own * lanes..).zip(&neighbours[..lanes]) {
-            if id != leader && (other > value || other == value && id < leader) {
+        let (neighbours, lanes) = values.lanes(id / (size_of::<V::Reg>() / size_of::<F>()));
+        let own = id / lanes;
+        for (neighbour, &other) in (own * lanes..).zip(&neighbours[..lanes]) {
+            if neighbour != id && precedes((other, neighbour), leader) {
                 return None;
             }
         }
         let is_beaten = values.has_larger(0..own, value, true) || values.has_larger(own + 1..width, value, false);
-        (!is_beaten).then_some(leader)
+        (!is_beaten).then_some(id)
     }
 }

@@ -1,4 +1,4 @@
-// The kernels of the mixture's log-probabilities, and of the most probable ids.
+// The kernel of the mixture's log-probabilities.
 
 // One block per position: computes log p(v) of every id, adds the soft part of the objective to `loss`, and finds the
 // most probable id; each is left out if its pointer is null.
@@ -32,27 +32,5 @@ FUNCTION void mixture_log_probs(Logits logits, Objective objective, Rows rows, G
     if (argmax) {
         largest = block_reduce(largest, tid, warp_largest);
         if (tid == 0) argmax[t] = largest.id;
-    }
-}
-
-// One block per position: finds the k most probable ids and their log-probabilities, in descending order; ties go to
-// the lower id, and a NaN comes first. Each scan finds the largest among the ids that come after the last one found.
-FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k, GLOBAL int *ids,
-                    GLOBAL float *id_log_probs, uint block, uint tid, SHARED Largest *warp_largest) {
-    const i64 t = block;
-    GLOBAL const float *log_p = log_probs + t * stride;
-    Largest last = {-minus_infinity(), -1};
-    for (int i = 0; i < k; ++i) {
-        Largest next = {minus_infinity(), 0x7fffffff};
-        for (int v = tid; v < vocab; v += BLOCK) {
-            const float x = log_p[v];
-            const bool comes_after = x < last.value || (x == last.value && v > last.id);
-            if (comes_after || x != x) next.add({x, v});
-        }
-        last = block_reduce(next, tid, warp_largest);
-        if (tid == 0) {
-            ids[t * k + i] = last.id;
-            id_log_probs[t * k + i] = last.value;
-        }
     }
 }

@@ -1,4 +1,4 @@
-// Sums and largest values over the threads of a block.
+// Sums and other values that the threads of a block join.
 
 // A running log-sum-exp: the largest term, and the sum of the exponentials relative to it.
 struct Sum {
@@ -13,26 +13,7 @@ struct Sum {
     FUNCTION float value() const { return finite_or_zero(largest) + logarithm(sum); }
 };
 
-// The largest value so far, and the id that has it.
-struct Largest {
-    float value;
-    int id;
-
-    // Takes the other value if it is larger. Ties go to the lower id; a NaN is larger than all numbers.
-    FUNCTION void add(Largest other) {
-        const bool is_nan = value != value, other_is_nan = other.value != other.value;
-        const bool is_larger = is_nan || other_is_nan
-                                   ? other_is_nan && (!is_nan || other.id < id)
-                                   : other.value > value || (other.value == value && other.id < id);
-        if (is_larger) {
-            value = other.value;
-            id = other.id;
-        }
-    }
-};
-
 FUNCTION Sum shuffled(Sum x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
-FUNCTION Largest shuffled(Largest x, int lane) { return {shuffled(x.value, lane), shuffled(x.id, lane)}; }
 FUNCTION void join(LOCAL float &x, float other) { x += other; }
 template <typename X> FUNCTION void join(LOCAL X &x, X other) { x.add(other); }
 

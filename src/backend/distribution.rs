@@ -5,31 +5,8 @@ use std::cmp::Ordering;
 
 use rayon::prelude::*;
 
-use crate::backend::collectives::Numbers;
+use crate::backend::operands::Real;
 use crate::error::{Error, Result};
-
-/// A type that log-probabilities are computed in.
-pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
-    /// Converts the number to f64.
-    fn f64(self) -> f64 {
-        candle_core::WithDType::to_f64(self)
-    }
-
-    /// Wraps numbers of this type for the collective operations of ranks.
-    fn numbers(values: &mut [Self]) -> Numbers<'_>;
-}
-
-impl Real for f32 {
-    fn numbers(values: &mut [f32]) -> Numbers<'_> {
-        Numbers::F32(values)
-    }
-}
-
-impl Real for f64 {
-    fn numbers(values: &mut [f64]) -> Numbers<'_> {
-        Numbers::F64(values)
-    }
-}
 
 /// The number of ids in a tile of a distribution.
 pub(crate) const TILE: usize = 512;

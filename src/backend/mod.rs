@@ -20,7 +20,6 @@ pub(crate) mod objective;
 pub(crate) mod operands;
 pub(crate) mod plan;
 pub(crate) mod ranking;
-mod schedule;
 pub(crate) mod shard;
 mod shared_rows;
 

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::backend::collectives::Numbers;
 use crate::error::{Error, Result};
 use crate::tensors::id_lists::matrix_rows;
 
@@ -187,6 +188,29 @@ impl NeedsGrad {
     /// Returns whether the weight, the adapter or the bias needs a gradient.
     pub(crate) fn decoder(self) -> bool {
         self.weight || self.adapter || self.bias
+    }
+}
+
+/// A type that log-probabilities are computed in.
+pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
+    /// Converts the number to f64.
+    fn f64(self) -> f64 {
+        candle_core::WithDType::to_f64(self)
+    }
+
+    /// Wraps numbers of this type for the collective operations of ranks.
+    fn numbers(values: &mut [Self]) -> Numbers<'_>;
+}
+
+impl Real for f32 {
+    fn numbers(values: &mut [f32]) -> Numbers<'_> {
+        Numbers::F32(values)
+    }
+}
+
+impl Real for f64 {
+    fn numbers(values: &mut [f64]) -> Numbers<'_> {
+        Numbers::F64(values)
     }
 }
 

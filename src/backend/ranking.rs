@@ -11,7 +11,8 @@ use std::cmp::Ordering;
 use candle_core::{DType, Device, Tensor, D};
 use rayon::prelude::*;
 
-use crate::backend::distribution::{Distribution, Real, Visit, TILE};
+use crate::backend::distribution::{Distribution, Visit, TILE};
+use crate::backend::operands::Real;
 use crate::error::Result;
 use crate::tensors::transfer::{to_device, to_device_as};
 

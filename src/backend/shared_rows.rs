@@ -1,7 +1,7 @@
 //! Rows of logits whose ids the ranks share: their log-sum-exps and the logits of their targets.
 
-use super::distribution::Real;
 use super::shard::VocabShard;
+use crate::backend::operands::Real;
 use crate::error::Result;
 
 /// A row of a shard, which becomes a row of the whole vocabulary.

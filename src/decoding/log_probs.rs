@@ -4,7 +4,8 @@
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use crate::backend::distribution::{Computed, Real, Visit};
+use crate::backend::distribution::{Computed, Visit};
+use crate::backend::operands::Real;
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_elements, check_float, max_log_prob, LOG_PROBS};
 

@@ -2,7 +2,8 @@
 
 use super::sampling::Sampling;
 use super::truncation::{mass, rank_truncated, TileMasses};
-use crate::backend::distribution::{Distribution, Real, Visit, TILE};
+use crate::backend::distribution::{Distribution, Visit, TILE};
+use crate::backend::operands::Real;
 use crate::backend::ranking;
 use crate::error::{Error, Result};
 

@@ -8,7 +8,8 @@
 use rayon::prelude::*;
 
 use super::sampling::Sampling;
-use crate::backend::distribution::{Computed, Distribution, Real};
+use crate::backend::distribution::{Computed, Distribution};
+use crate::backend::operands::Real;
 use crate::backend::ranking::{self, Ranked};
 
 /// The masses of a distribution's tiles.

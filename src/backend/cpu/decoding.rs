@@ -10,9 +10,8 @@ use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
 use crate::backend::distribution::Visit;
-use crate::backend::plan::{Computation, Planned};
+use crate::backend::plan::{Computation, Planned, Steps};
 use crate::backend::ranking::{tensors, TopKQuery};
-use crate::backend::schedule::Steps;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 

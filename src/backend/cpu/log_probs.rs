@@ -12,8 +12,7 @@ use super::plan::Products;
 use super::two_pass::TwoPasses;
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::Sizes;
-use crate::backend::plan::{Computation, Planned};
-use crate::backend::schedule::Steps;
+use crate::backend::plan::{Computation, Planned, Steps};
 use crate::error::Result;
 
 /// Computes log-probabilities `[positions, vocab]` in `O`, which is `T` or its accumulation type, in two passes.

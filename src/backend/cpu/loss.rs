@@ -15,10 +15,9 @@ use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
 use super::vector::simd::Float;
-use crate::backend::distribution::Real;
 use crate::backend::objective::{GradientSoFar, LogProbTerms, LossResults, Objective, ScoreTerms, Scored, TargetLoss};
-use crate::backend::plan::{Computation, Planned};
-use crate::backend::schedule::Steps;
+use crate::backend::operands::Real;
+use crate::backend::plan::{Computation, Planned, Steps};
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 

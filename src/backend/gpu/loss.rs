@@ -16,8 +16,7 @@ use super::shared_targets::{sum_context_gradients, SharedTargets};
 use crate::backend::objective::{
     Gradients, LogProbTerms, LossResults, Objective, ScoreTerms, Scored, TargetLoss, Task,
 };
-use crate::backend::plan::Planned;
-use crate::backend::schedule::Steps;
+use crate::backend::plan::{Planned, Steps};
 use crate::error::{Error, Result};
 
 /// Computes an objective and its gradients.

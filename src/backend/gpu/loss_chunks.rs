@@ -16,7 +16,7 @@ use super::objective::DeviceObjective;
 use super::shared_targets::SharedTargets;
 use crate::backend::objective::{GradientSoFar, Gradients, LossResults};
 use crate::backend::operands::Sizes;
-use crate::backend::schedule::Steps;
+use crate::backend::plan::Steps;
 use crate::error::Result;
 
 /// Returns `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.

@@ -11,7 +11,8 @@ mod request;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use crate::backend::distribution::{Computed, Distribution, Real, Visit, TILE};
+use crate::backend::distribution::{Computed, Distribution, Visit, TILE};
+use crate::backend::operands::Real;
 use crate::backend::ranking::top_k;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_elements;

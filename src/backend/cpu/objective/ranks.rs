@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::thread::JoinHandle;
 
 use crate::backend::cpu::vector::simd::Float;
-use crate::backend::distribution::Real;
+use crate::backend::operands::Real;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 

@@ -24,8 +24,7 @@ use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
-use crate::backend::distribution::Real;
-use crate::backend::operands::Sizes;
+use crate::backend::operands::{Real, Sizes};
 use crate::backend::ranking::{order, precedes};
 
 /// The relative difference that rounding may make between a bound and a probability, which are added up differently.

@@ -14,9 +14,8 @@ use crate::backend::cpu::operands::matrix::{Inputs, ViewMut};
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::vector::math::{flushed, not_negative, weighted, LogSumExp};
 use crate::backend::cpu::vector::simd::Float;
-use crate::backend::distribution::Real;
 use crate::backend::objective::{Scored, POSITION_SCORES};
-use crate::backend::operands::Sizes;
+use crate::backend::operands::{Real, Sizes};
 use crate::backend::shard::ELSEWHERE;
 
 /// The gradient of a row, as numbers that exponentials and listed ids are multiplied by.

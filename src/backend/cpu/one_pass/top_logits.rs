@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::Panel;
 use crate::backend::cpu::vector::simd::Float;
-use crate::backend::distribution::Real;
+use crate::backend::operands::Real;
 use crate::backend::ranking::{Ranked, Ranking};
 
 /// For each row a lower bound of its `k`-th largest logit, the highest that any segment has found so far. Which logits

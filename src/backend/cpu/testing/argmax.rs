@@ -5,7 +5,7 @@ use super::super::log_probs::scores;
 use super::super::two_pass::TwoPasses;
 use super::*;
 use crate::backend::objective::Scored;
-use crate::backend::schedule::Steps;
+use crate::backend::plan::Steps;
 
 /// The ids that have equal rows of the decoder. They lie in one tile and in several.
 const EQUALS: [usize; 4] = [5, 9, 700, 1600];

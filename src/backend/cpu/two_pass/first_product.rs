@@ -302,7 +302,7 @@ mod tests {
     use super::*;
     use candle_core::WithDType;
 
-    use crate::backend::distribution::Real;
+    use crate::backend::operands::Real;
 
     const MARK: f64 = 77.0;
 

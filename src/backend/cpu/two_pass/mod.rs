@@ -34,7 +34,7 @@ use super::vector::math::LogSumExp;
 use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::objective::Task;
 use crate::backend::operands::Sizes;
-use crate::backend::schedule::Steps;
+use crate::backend::plan::Steps;
 use crate::backend::shard::ELSEWHERE;
 use crate::backend::shared_rows::{join, SharedRow};
 use crate::error::Result;

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use pulp::Simd as _;
 
 use super::transposed;
-use crate::backend::distribution::Real;
+use crate::backend::operands::Real;
 use crate::backend::plan::Kernels;
 use crate::error::{Error, Result};
 

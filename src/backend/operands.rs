@@ -1,4 +1,4 @@
-//! The operands of a mixture, and which of them need a gradient.
+//! The operands of a mixture, which of them need a gradient, and the types of numbers.
 
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
 //! The plan of a call: the computation that serves it, and how its positions are cut into chunks, so that the workspace
-//! stays within a budget in bytes.
+//! stays within a budget in bytes; and the loop over chunks, with the steps of each.
 
 use std::fmt;
 use std::ops::Range;

@@ -1,5 +1,5 @@
 //! The gradients of contexts and decoder, from exponentials and factors: what is missing of the second product, and the
-//! third.
+//! third; and the kernels that multiply by the factors of rows.
 
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
 //! The element types of tensors, and the slices of their elements. Numbers in `f16`, `bf16` and `f32` are computed in
-//! `f32`, those in `f64` in `f64`.
+//! `f32`, those in `f64` in `f64`; gradients are rounded to the type of their operand.
 
 use std::convert::identity;
 

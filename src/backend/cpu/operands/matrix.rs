@@ -1,4 +1,4 @@
-//! The operands of the products: views of matrices in memory, and the decoder in either layout.
+//! The operands of the products: views of matrices in memory, the decoder in either layout, and the inputs of a mixture.
 
 use std::marker::PhantomData;
 use std::ops::Range;

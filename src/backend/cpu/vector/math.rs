@@ -1,5 +1,5 @@
 //! Elementary functions for the row kernels, by range reduction and a Taylor series, accurate to about one unit in the
-//! last place; and guards of single numbers.
+//! last place; guards of single numbers; log-sum-exps and the softcap.
 
 use super::simd::{Float, Vector};
 use crate::backend::distribution::Defect;

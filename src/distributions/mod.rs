@@ -12,7 +12,7 @@ use candle_core::{DType, Tensor, D};
 
 use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
 use crate::error::{Error, Result};
-use crate::loss::{Loss, LossOptions, OutputShape, Request};
+use crate::loss::{CountedPositions, Loss, LossOptions, OutputShape, Request};
 use crate::mixture::{DistillLoss, DistillOptions, Distillation, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{ChunkLogProbs, ChunkScores, ChunkTerms, LogProbLoss, ScoreLoss, ScoreOptions, Scores};
@@ -312,8 +312,9 @@ pub trait Distributions: Sealed {
     }
 
     /// Computes the divergence of the student, whose distributions these are, from a teacher, and its gradients: for a
-    /// mixture in the products of a loss. A teacher that is a mixture takes one more product, and the log-probabilities of a chunk of positions are
-    /// held at a time. A teacher's list takes no more products, and only the log-probabilities of its ids are held.
+    /// mixture in the products of a loss. A teacher that is a mixture takes one more product, and the log-probabilities of
+    /// a chunk of positions are held at a time. A teacher's list takes no more products, and only the log-probabilities of
+    /// its ids are held.
     ///
     /// [`Loss::nll`] has the objective of each position that counts, in their order, without weights.
     ///
@@ -361,14 +362,15 @@ pub trait Distributions: Sealed {
     /// Computes a loss that is a function of scores. Beside the loss it returns the terms' value at each position.
     #[doc(hidden)]
     fn loss_from_scores(&self, loss: &ScoreLoss) -> Result<(Loss, Tensor)> {
-        linear::score_loss(loss, self.shape().leading, &self.score(&loss.token_ids, &loss.options)?)
+        let scores = self.score(&loss.token_ids, &loss.options);
+        linear::score_loss(loss, self.shape().leading, &at_counted_positions(scores, &loss.counted)?)
     }
 
     /// Computes a loss that is a function of the log-probabilities of all ids. Beside the loss it returns the terms' value
     /// at each position.
     #[doc(hidden)]
     fn loss_from_log_probs(&self, loss: &LogProbLoss) -> Result<(Loss, Tensor)> {
-        linear::log_prob_loss(loss, &self.log_probs()?)
+        linear::log_prob_loss(loss, &at_counted_positions(self.log_probs(), &loss.counted)?)
     }
 }
 
@@ -394,6 +396,12 @@ pub(crate) fn policy_loss(policy: &dyn Distributions, terms: PolicyTerms) -> Res
     let positions = terms.positions().to_vec();
     let loss = policy.loss_from_scores(&terms.into_score_loss());
     Ok(loss.map_err(|error| error.with_position_from(&positions))?.0)
+}
+
+/// Replaces the position in an error of a result at the positions that count by its place among all positions.
+fn at_counted_positions<T>(result: Result<T>, counted: &Option<CountedPositions>) -> Result<T> {
+    let positions = counted.as_ref().map_or(&[][..], |counted| &counted.positions);
+    result.map_err(|error| error.with_position_from(positions))
 }
 
 /// Returns the log-probabilities of distributions in f32 (f64 for f64), which half precision has not rounded.

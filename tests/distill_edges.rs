@@ -268,6 +268,15 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
         let loss = restricted.distill(&hidden, &Teacher::from_log_probs(&all), &DistillOptions::default());
         assert_eq!(position(loss), first);
     }
+    // An id of the teacher's list that is not allowed: the error names the position among all, of which the first has no
+    // weight.
+    let weights = Tensor::new(&[0f64, 1.0, 1.0], &Device::Cpu)?;
+    let options = DistillOptions::default().with_position_weights(weights);
+    let lists = AllowedIds::per_position(&[0, 1, 2, 0, 1, 2, 0, 2], &[0, 3, 6, 8])?;
+    let top = Tensor::new(&[[0u32, 1]], &Device::Cpu)?.repeat((3, 1))?;
+    let teacher = Teacher::from_top_k(&top, &Tensor::full(0.25f64.ln(), (3, 2), &Device::Cpu)?, MissingIds::Tail);
+    let error = Restricted::new(&head, lists)?.distill(&hidden, &teacher, &options).expect_err("id 1 at position 2");
+    assert!(matches!(error, Error::NotAllowed { position: 2, got: 1 }), "{error}");
     // A list whose tail the student excludes, and one that has all of the probability.
     let bias = Tensor::new(&[0.0, 0.0, impossible], &Device::Cpu)?;
     let weight = Tensor::zeros((3, 1), DType::F64, &Device::Cpu)?;

@@ -117,8 +117,9 @@ pub(crate) fn visit_shard<V: Visit>(operands: &Operands, shard: &VocabShard, que
     Err(Error::Device { argument: "contexts", expected: "Cpu".into(), got })
 }
 
-/// Computes the divergence of each row of log-probabilities `[n, vocab]` from the teacher's, `[n]`, and its derivatives by the
-/// log-probabilities, times their scales. Nothing else refers to the log-probabilities, which may be overwritten.
+/// Computes the divergence of each row of log-probabilities `[n, vocab]` from the teacher's, `[n]`, and its derivatives
+/// by the log-probabilities, times their scales. Nothing else refers to the log-probabilities, which may be
+/// overwritten.
 pub(crate) fn divergence(log_probs: Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
     if is_cpu(log_probs.device())? {
         cpu::divergence(&log_probs, log_teacher, terms)
@@ -136,9 +137,9 @@ pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Computes the products of each context, `[positions, d]`, with the matrix's rows of its list of ids, `[positions, longest]`
-/// in the accumulation dtype; entries past the end of a list are unspecified. The matrix is contiguous, or the transpose
-/// of a contiguous one.
+/// Computes the products of each context, `[positions, d]`, with the matrix's rows of its list of ids, `[positions,
+/// longest]` in the accumulation dtype; entries past the end of a list are unspecified. The matrix is contiguous, or
+/// the transpose of a contiguous one.
 pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
     if is_cpu(contexts.device())? {
         cpu::list_products(contexts, matrix, lists)

@@ -36,8 +36,8 @@ impl VocabShard {
     ///
     /// # Errors
     ///
-    /// If there are fewer token ids than ranks, or more than 2^32 - 1; [`Error::Ranks`] if the ranks give different sizes, or
-    /// one calls [`VocabShard::with_rows`].
+    /// If there are fewer token ids than ranks, or more than 2^32 - 1; [`Error::Ranks`] if the ranks give different
+    /// sizes, or one calls [`VocabShard::with_rows`].
     pub fn new(collectives: Arc<dyn Collectives>, vocab_size: usize) -> Result<Self> {
         let ranks = collectives.ranks();
         let cut = |rank: usize| rank * vocab_size / ranks;

@@ -113,7 +113,8 @@ impl Distributions for Mixture {
 }
 
 impl Mixture {
-    /// Computes a loss that is a function of scores or of all log-probabilities, and the value of its terms at each position.
+    /// Computes a loss that is a function of scores or of all log-probabilities, and the value of its terms at each
+    /// position.
     fn loss_from_terms(
         &self,
         objective: Objective,

@@ -174,9 +174,9 @@ pub trait Distributions: Sealed {
     }
 
     /// Computes the sum of values that depend on the log-probabilities of token ids, on the entropy and on the mass
-    /// outside the ids at each position, with gradients, for a mixture from three products. `terms` gets the scores of a chunk of
-    /// positions and returns the values and their derivatives, before the gradient of the chunk's logits replaces them.
-    /// (A function of scores from [`Distributions::score`] costs a fourth product.)
+    /// outside the ids at each position, with gradients, for a mixture from three products. `terms` gets the scores of
+    /// a chunk of positions and returns the values and their derivatives, before the gradient of the chunk's logits
+    /// replaces them. (A function of scores from [`Distributions::score`] costs a fourth product.)
     ///
     /// # Shapes
     ///
@@ -253,9 +253,9 @@ pub trait Distributions: Sealed {
         Ok(self.loss_from_scores(&ScoreLoss::new(token_ids, leading, like, options, terms)?)?.0)
     }
 
-    /// Computes the sum of values that depend on the log-probabilities of all ids at each position, with gradients,
-    /// for a mixture from three products (on a GPU four). `terms` gets the log-probabilities of a chunk of positions and returns the
-    /// values and their derivatives, before the gradient of the chunk's logits replaces them, so that the
+    /// Computes the sum of values that depend on the log-probabilities of all ids at each position, with gradients, for
+    /// a mixture from three products (on a GPU four). `terms` gets the log-probabilities of a chunk of positions and
+    /// returns the values and their derivatives, before the gradient of the chunk's logits replaces them, so that the
     /// log-probabilities of all positions are never in memory at once. `workspace_bytes` is the budget of the
     /// workspace, as in [`LossOptions::with_workspace_bytes`](crate::LossOptions::with_workspace_bytes).
     ///

@@ -1,5 +1,5 @@
-//! What the heads of this crate share: their loss is that of a request, which is made once, and their other results are those
-//! of the distributions at some of the positions.
+//! What the heads of this crate share: their loss is that of a request, which is made once, and their other results are
+//! those of the distributions at some of the positions.
 
 use candle_core::Tensor;
 

@@ -222,7 +222,8 @@ pub enum Reduction {
     /// The weighted sum.
     Sum,
     /// One loss per position. The gradients are computed in the backward pass, when the upstream gradient is known, so
-    /// that the logits are computed twice. To weight positions, [`LossOptions::with_position_weights`](crate::LossOptions::with_position_weights) is cheaper.
+    /// that the logits are computed twice. To weight positions,
+    /// [`LossOptions::with_position_weights`](crate::LossOptions::with_position_weights) is cheaper.
     None,
 }
 

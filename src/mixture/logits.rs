@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 impl Mixture {
     /// Computes the logits of one softmax `[.., vocab]` in the dtype of the contexts, after scale, bias and softcap,
     /// for samplers and processors that expect logits. They are candle's product of contexts and decoder, and
-    /// differentiable. A mixture of several softmaxes has no logits; its [`log_probs`](crate::Distributions::log_probs) are logits of the same
-    /// distribution.
+    /// differentiable. A mixture of several softmaxes has no logits; its [`log_probs`](crate::Distributions::log_probs)
+    /// are logits of the same distribution.
     ///
     /// # Shapes
     ///

@@ -1,4 +1,5 @@
-//! What candle lacks: nodes of its graph, transfers, masks, log-softmaxes, initial values, files of tensors and checks of arguments.
+//! What candle lacks: nodes of its graph, transfers, masks, log-softmaxes, initial values, files of tensors and checks
+//! of arguments.
 
 pub(crate) mod autograd;
 pub(crate) mod checks;

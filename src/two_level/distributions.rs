@@ -1,5 +1,5 @@
-//! A factorised vocabulary as an output layer, and its distributions: log-probabilities of both levels, added, and draws level
-//! by level, an entry of the root and, if that is a cluster, an id of the cluster.
+//! A factorised vocabulary as an output layer, and its distributions: log-probabilities of both levels, added, and
+//! draws level by level, an entry of the root and, if that is a cluster, an id of the cluster.
 
 use std::fmt::Debug;
 use std::marker::PhantomData;

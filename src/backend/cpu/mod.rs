@@ -1,6 +1,7 @@
-//! The CPU's backend, parallel over the threads of rayon: f64 in f64, and f32, f16 and bf16 in f32. Losses over hard targets take one pass, with products of its own
-//! (`one_pass`). Results that need every logit twice take two passes, in which the `gemm` crate multiplies between row
-//! kernels (`two_pass`). `plan` chooses between them; `loss`, `log_probs` and `decoding` run a task with one or the other.
+//! The CPU's backend, parallel over the threads of rayon: f64 in f64, and f32, f16 and bf16 in f32. Losses over hard
+//! targets take one pass, with products of its own (`one_pass`). Results that need every logit twice take two passes,
+//! in which the `gemm` crate multiplies between row kernels (`two_pass`). `plan` chooses between them; `loss`,
+//! `log_probs` and `decoding` run a task with one or the other.
 
 mod activation;
 mod decoding;

@@ -1,6 +1,8 @@
 //! Losses that are functions of results which are known as tensors: the gradient of such a loss is that of a linear function
 //! of these results.
 
+use std::ops::Range;
+
 use candle_core::{Device, Tensor};
 
 use crate::backend::operands::accumulation_dtype;
@@ -24,9 +26,17 @@ pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -
         // `neg` would make a minus zero.
         _ => log_prob.narrow(1, 0, 1)?.affine(-1.0, 0.0)?.reshape(leading)?,
     };
-    let columns = Tensor::cat(&[&log_prob, &column(&scores.entropy)?, &column(&scores.log_outside)?], 1)?;
-    let terms = |columns: &Tensor| (loss.terms)(0..positions, columns);
-    let (loss, values) = linear_loss(&columns, terms, loss.counted.as_ref(), |_| Ok(nll))?;
+    let all = Tensor::cat(&[&log_prob, &column(&scores.entropy)?, &column(&scores.log_outside)?], 1)?;
+    // The columns that the terms depend on.
+    let used = |all: &Tensor| {
+        let Range { start, end } = loss.position_scores;
+        Tensor::cat(&[all.narrow(1, 0, n)?, all.narrow(1, n + start, end - start)?], 1)
+    };
+    let terms = |_: &Tensor| {
+        let (values, derivatives) = (loss.terms)(0..positions, &all.detach())?;
+        Ok((values, used(&derivatives)?))
+    };
+    let (loss, values) = linear_loss(&used(&all)?, terms, loss.counted.as_ref(), |_| Ok(nll))?;
     Ok((Loss { other_decoders: scores.leaves.clone(), ..loss }, values))
 }
 

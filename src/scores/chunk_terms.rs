@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::{candidate_count, ScoreOptions};
-use crate::backend::objective::{LogProbTerms, ScoreTerms};
+use crate::backend::objective::{LogProbTerms, ScoreTerms, POSITION_SCORES};
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::CountedPositions;
@@ -170,6 +170,8 @@ pub struct ScoreLoss {
     /// What else is scored.
     pub(crate) options: ScoreOptions,
     pub(crate) terms: ScoreTerms,
+    /// Which of a position's own scores the terms depend on, among the entropy and the mass outside.
+    pub(crate) position_scores: Range<usize>,
     /// The weights that the value sums the terms with; without them the value is their sum.
     pub(crate) counted: Option<CountedPositions>,
 }
@@ -200,7 +202,13 @@ impl ScoreLoss {
             let (values, derivatives) = join_derivatives(terms(chunk.clone())?, n, &chunk.log_prob, &chunk.entropy)?;
             Ok((values.detach().to_dtype(dtype)?, derivatives.to_dtype(dtype)?.detach()))
         };
-        Ok(ScoreLoss { token_ids: token_ids.clone(), options: options.clone(), terms: Arc::new(terms), counted: None })
+        Ok(ScoreLoss {
+            token_ids: token_ids.clone(),
+            options: options.clone(),
+            terms: Arc::new(terms),
+            position_scores: 0..POSITION_SCORES,
+            counted: None,
+        })
     }
 }
 

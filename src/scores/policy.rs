@@ -409,7 +409,7 @@ impl PolicyTerms {
         let (token_ids, options) = (self.token_ids.clone(), self.options.score_options());
         let terms = Arc::new(move |positions: Range<usize>, scores: &Tensor| self.chunk_loss(positions, scores));
         // The terms have their weights already.
-        ScoreLoss { token_ids, options, terms, counted: None }
+        ScoreLoss { token_ids, options, terms, position_scores: 0..1, counted: None }
     }
 
     /// Computes the weighted losses of some of the tokens that count, `[chunk]`, and their derivatives by the scores,

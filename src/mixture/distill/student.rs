@@ -104,7 +104,13 @@ impl Distillation {
                     let columns = [derivatives.narrow(1, 0, n)?, by_entropy, derivatives.narrow(1, n, 1)?];
                     Ok((objective, Tensor::cat(&columns, 1)?))
                 };
-                DistillLoss::Scores(ScoreLoss { token_ids, options, terms: Arc::new(terms), counted })
+                DistillLoss::Scores(ScoreLoss {
+                    token_ids,
+                    options,
+                    terms: Arc::new(terms),
+                    position_scores: 1..2,
+                    counted,
+                })
             }
         }
     }

@@ -325,8 +325,8 @@ impl Decoder {
     /// Computes the loss of the mixture of these contexts, which are masked at ignored positions. If rows are computed
     /// from spellings, a sampled loss computes only the rows of its sample and of the targets.
     pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
-        if let WeightRows::Computed(cnn) = &self.rows {
-            if let Some(sample) = Sample::new(contexts, self.vocab_size(), self.softcap, request)? {
+        if let (WeightRows::Computed(cnn), Some(loss)) = (&self.rows, request.options.sampled_step()) {
+            if let Some(sample) = Sample::new(loss, contexts, self.vocab_size(), self.softcap, request)? {
                 if request.options.decoder_rows {
                     let head = "a decoder whose rows are computed";
                     return Err(Error::Unsupported { option: OptionName::DecoderRows, head });

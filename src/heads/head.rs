@@ -1,5 +1,5 @@
 //! The head, a projection and a decoder: it computes each result from the mixture of the projection's contexts under
-//! the decoder.
+//! the decoder. All heads of the crate share how a loss begins ([`RequestLayer`]).
 
 use candle_core::Tensor;
 use candle_nn::{Embedding, VarBuilder};
@@ -7,14 +7,15 @@ use candle_nn::{Embedding, VarBuilder};
 use super::mixture_layer::MixtureLayer;
 use super::output_layer::OutputLayer;
 use super::projection::{Configured, Projection};
-use super::request_layer::{request_layer_methods, select_hidden, RequestLayer};
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::Sampler;
 use crate::distributions::Distributions;
 use crate::error::{Error, Result};
-use crate::loss::{Loss, Request};
+use crate::loss::{Loss, LossOptions, OutputShape, Request};
 use crate::mixture::Mixture;
+use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
+use crate::tensors::transfer::select_positions;
 
 /// The output layer of a projection and a decoder:
 ///
@@ -218,6 +219,24 @@ impl<P: Projection> Head<P> {
     }
 }
 
+/// Defines the loss and the log-probabilities of a [`RequestLayer`].
+macro_rules! request_layer_methods {
+    () => {
+        fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &$crate::loss::LossOptions) -> Result<Loss> {
+            self.target_loss(hidden, targets, options)
+        }
+
+        fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+            self.distributions(hidden, None)?.log_probs()
+        }
+
+        fn log_probs_as(&self, hidden: &Tensor, dtype: candle_core::DType) -> Result<Tensor> {
+            self.distributions(hidden, None)?.log_probs_as(dtype)
+        }
+    };
+}
+pub(crate) use request_layer_methods;
+
 impl<P: Projection> OutputLayer for Head<P> {
     fn hidden_size(&self) -> usize {
         self.projection.hidden_size()
@@ -272,5 +291,29 @@ impl<P: Projection> MixtureLayer for Head<P> {
     fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {
         // The projection is boxed, since a frozen head can be frozen again: otherwise each would have another type.
         Ok(Box::new(Head { projection: self.projection.frozen()?, decoder: self.decoder.frozen()? }))
+    }
+}
+
+/// Returns the rows of hidden states `[.., hidden]` at these positions, `[n, hidden]`, or all hidden states as they are.
+pub(crate) fn select_hidden(hidden: &Tensor, positions: Option<&[u32]>) -> Result<Tensor> {
+    leading(hidden)?;
+    match positions {
+        Some(positions) => select_positions(hidden, positions),
+        None => Ok(hidden.clone()),
+    }
+}
+
+/// A head of this crate: its loss is that of a request, and its log-probabilities are those of its distributions.
+pub(crate) trait RequestLayer: OutputLayer {
+    /// Computes the loss of a request at the positions of these hidden states. What is at ignored positions must not reach
+    /// a gradient.
+    fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss>;
+
+    /// Makes the request for a loss, once, and computes the loss.
+    fn target_loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        let request = leading(hidden).and_then(|leading| {
+            Request::new(OutputShape { leading, vocab: self.vocab_size(), like: hidden }, targets, options)
+        });
+        self.request_loss(hidden, &request.map_err(|error| self.announce(error))?)
     }
 }

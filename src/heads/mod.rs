@@ -12,16 +12,15 @@ mod mixed_contexts;
 mod mixture_layer;
 mod output_layer;
 mod projection;
-mod request_layer;
 mod smart_pointers;
 
 pub use beam_search::{BeamSearch, Hypothesis};
 pub use config::{ContextActivation, MixtureConfig, MixtureTensors};
 pub use contexts::{Contexts, MixtureOfSoftmaxes};
 pub use head::Head;
+pub(crate) use head::{request_layer_methods, select_hidden, RequestLayer};
 pub use identity::{Identity, SoftmaxConfig, SoftmaxHead};
 pub use mixed_contexts::{MixedContexts, MixtureOfContexts};
 pub use mixture_layer::MixtureLayer;
 pub use output_layer::OutputLayer;
 pub use projection::{Configured, Projection};
-pub(crate) use request_layer::{request_layer_methods, select_hidden, RequestLayer};

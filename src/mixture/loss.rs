@@ -29,8 +29,9 @@ impl Mixture {
     /// Computes the loss from a checked request: over a sample if it is one of a step over a sample, or else over all
     /// ids. The contexts must be masked at ignored positions, see [`Request::mask`].
     pub(crate) fn loss_from_request(&self, request: &Request) -> Result<Loss> {
+        let Some(loss) = request.options.sampled_step() else { return self.exact_loss(request) };
         let Operands { sizes, contexts, softcap, .. } = &self.operands;
-        match Sample::new(contexts, sizes.vocab, *softcap, request)? {
+        match Sample::new(loss, contexts, sizes.vocab, *softcap, request)? {
             Some(sample) => self.sampled_loss(&sample, request),
             None => self.exact_loss(request),
         }

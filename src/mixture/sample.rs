@@ -27,16 +27,15 @@ pub(crate) struct Sample<'a> {
 }
 
 impl<'a> Sample<'a> {
-    /// Returns the sample of a request, for contexts `[.., K, d]` and a decoder of this size and softcap, or `None` if
-    /// its loss looks at all ids: without a sampled loss, in an evaluation, or if there are no positions. The targets
-    /// are read on the host, which waits for their device.
+    /// Returns the sample of a request for a sampled loss, for contexts `[.., K, d]` and a decoder of this size and
+    /// softcap; `None` if there are no positions. The targets are read on the host, which waits for their device.
     pub(crate) fn new(
+        loss: &'a SampledLoss,
         contexts: &Tensor,
         vocab: usize,
         softcap: Option<f64>,
         request: &Request<'a>,
     ) -> Result<Option<Self>> {
-        let Some(loss) = request.options.sampled_step() else { return Ok(None) };
         let (SampledLoss::Softmax(negatives) | SampledLoss::Nce(negatives)) = loss;
         check_support(loss, contexts.dim(D::Minus2)?, softcap, request)?;
         if request.targets.elem_count() == 0 {

@@ -6,6 +6,7 @@ use crate::backend::divergence::Divergence;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{CountedPositions, OutputShape, PositionOptions, Positions, Reduction};
 use crate::mixture::Mixture;
+use crate::scores::ScoreOptions;
 use crate::tensors::checks::check_number;
 
 /// The teacher that a student learns from: a distribution at each position, which is a constant.
@@ -251,7 +252,7 @@ impl DistillOptions {
     /// Checks the ranges of the numbers, and that the options fit each other and the teacher.
     pub(super) fn validate(&self, teacher: &Teacher) -> Result<()> {
         let temperature = self.temperature;
-        check_number((1e-6..=1e6).contains(&temperature), "temperature", "from 1e-6 to 1e6", temperature)?;
+        ScoreOptions::new().with_temperature(temperature).validate()?;
         check_number((0.0..=1.0).contains(&self.hard_weight), "hard_weight", "from 0 to 1", self.hard_weight)?;
         if let Divergence::JensenShannon(beta) = self.divergence {
             let expected = "above 0 and below 1 (at the ends the divergence is zero: use ForwardKl or ReverseKl)";

@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::score::{ChunkTerms, ScoreOptions};
 use mos_head::{
-    LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig,
-    SoftmaxHead,
+    Distributions, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result,
+    SoftmaxConfig, SoftmaxHead,
 };
 
 use crate::driver::Driver;

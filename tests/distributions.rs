@@ -190,6 +190,28 @@ fn results_of_mixtures_and_of_allowed_ids_are_those_of_their_log_probabilities()
 }
 
 #[test]
+fn a_position_without_leading_dimensions_has_a_loss_of_all_log_probabilities() -> Result<()> {
+    let contexts = Var::from_tensor(&tensor(&[1, 5], 0.37)?)?;
+    let mixture = Mixture::new(&contexts, None, &tensor(&[VOCAB, 5], 0.7)?, None)?;
+    let all: Vec<u32> = (0..VOCAB as u32).collect();
+    let restricted = mixture.restricted(&AllowedIds::per_position(&all, &[0, VOCAB])?)?;
+    let terms = |chunk: mos_head::score::ChunkLogProbs| {
+        let squares = (chunk.log_probs * 2.0)?.exp()?;
+        Ok(ChunkTerms::new(squares.sum(1)?, (squares * 2.0)?))
+    };
+    let found = restricted.log_prob_loss(None, terms)?.value.to_scalar::<f64>()?;
+    let expected = mixture.log_prob_loss(None, terms)?.value.to_scalar::<f64>()?;
+    assert!((found - expected).abs() < 1e-12, "{found} {expected}");
+    let error = restricted.loss(&Tensor::new(VOCAB as u32, &Device::Cpu)?, &LossOptions::new()).expect_err("no id");
+    assert!(matches!(error, Error::Target { position: 0, .. }), "{error}");
+    let rows = Rows(mixture.log_probs()?.unsqueeze(0)?);
+    let given = rows.distributions(&Tensor::zeros((1, 1), DType::F64, &Device::Cpu)?, None)?;
+    let error = given.loss(&Tensor::new(&[VOCAB as u32], &Device::Cpu)?, &LossOptions::new()).expect_err("no id");
+    assert!(matches!(error, Error::Target { position: 0, .. }), "{error}");
+    Ok(())
+}
+
+#[test]
 fn results_of_two_levels_are_those_of_their_log_probabilities() -> Result<()> {
     let vars = candle_nn::VarMap::new();
     let vb = candle_nn::VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);

@@ -20,7 +20,7 @@ use mos_head::distill::{DistillOptions, Teacher};
 use mos_head::distributed::{Collectives, Numbers, VocabParallel, VocabShard};
 use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 use mos_head::sampled::NoiseDistribution;
-use mos_head::score::ScoreOptions;
+use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions};
 use mos_head::{
     Distributions, Error, LossOptions, Mixture, MixtureConfig, MixtureOfSoftmaxes, OptionName, OutputLayer, Reduction,
     Result, SoftmaxHead,
@@ -410,11 +410,35 @@ fn what_scores_of_several_ranks_lack_is_named_on_every_rank() -> Result<()> {
     for (option, call) in calls {
         let found = messages(&|head, _| call(head, &hidden));
         assert_eq!(found, [format!("{option}: {head}"), format!("{option}: {head}")]);
-        // No rank waits for one that has hidden states of another size.
-        let found = messages(&|head, rank| call(head, &hidden.narrow(1, 0, hidden.dim(1)? - rank)?));
-        assert_eq!(found[0], format!("{option}: {head}"));
+    }
+    // No rank waits for one whose hidden states are of another size.
+    let narrow = |rank: usize| hidden.narrow(1, 0, hidden.dim(1)? - rank);
+    let calls: [Call; 4] = [
+        &|head, hidden| head.top_k(hidden, 2).map(|_| ()),
+        &|head, hidden| head.score(hidden, &ids([0, 49, 17])?, &ScoreOptions::new()).map(|_| ()),
+        &|head, hidden| head.loss(hidden, &ids([0, 49, 17])?, &LossOptions::new()).map(|_| ()),
+        &|head, hidden| {
+            let batch = PolicyBatch::new(ids([0, 49, 17])?, tensor(&[3], 3, DType::F32)?);
+            head.policy_loss(hidden, &batch, &PolicyOptions::new()).map(|_| ())
+        },
+    ];
+    for call in calls {
+        let found = messages(&|head, rank| call(head, &narrow(rank)?));
+        assert!(found[0].contains("expected the same on every rank"), "{found:?}");
         assert!(found[1].starts_with("hidden: expected"), "{found:?}");
     }
+    // Nor for one whose ids a function of scores refuses.
+    let found = on_ranks(2, |ranks| -> Result<()> {
+        let (rank, shard) = (ranks.rank(), VocabShard::new(ranks, 50)?);
+        let rows = weight.narrow(0, shard.range().start, shard.range().len())?;
+        let mixture = Mixture::new(&hidden.unsqueeze(1)?, None, &rows, None)?.vocab_parallel(&shard);
+        let ids = ids([0, 49, 17])?.narrow(0, 0, 3 - rank)?;
+        let terms = |scores: ChunkScores| Ok(ChunkTerms::new(scores.log_prob.clone(), scores.log_prob.ones_like()?));
+        mixture.score_loss(&ids, &ScoreOptions::new(), terms).map(|_| ())
+    });
+    let found: Vec<String> = found.into_iter().map(|found| found.expect_err("an error").to_string()).collect();
+    assert!(found[0].contains("expected the same on every rank"), "{found:?}");
+    assert!(found[1].starts_with("token_ids: expected"), "{found:?}");
     let found = messages(&|head, rank| {
         let ids = ids([0, 49, 17])?.narrow(0, 0, 3 - rank)?;
         head.score(&hidden, &ids, &ScoreOptions::new()).map(|_| ())

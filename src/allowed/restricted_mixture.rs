@@ -124,10 +124,6 @@ impl Sealed for RestrictedMixture {
         self.mixture.shape()
     }
 
-    fn name(&self) -> &'static str {
-        "allowed ids"
-    }
-
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
         Ok(Box::new(self.mixture.with_positions(positions)?.restricted(&self.allowed.select(positions))?))
     }

@@ -50,7 +50,7 @@ impl Numbers<'_> {
 ///
 /// use candle_core::{Device, Tensor};
 /// use mos_head::distributed::{Collectives, Numbers, VocabShard};
-/// use mos_head::{LossOptions, Mixture, Result};
+/// use mos_head::{Distributions, LossOptions, Mixture, Result};
 ///
 /// #[derive(Debug)]
 /// struct Alone;
@@ -84,7 +84,7 @@ impl Numbers<'_> {
 /// let mixture = Mixture::new(&contexts, None, &weight, None)?;
 /// let targets = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
 /// let options = LossOptions::evaluation();
-/// let (sum, count) = mixture.vocab_parallel_loss(&shard, &targets, &options)?.sum_and_count()?;
+/// let (sum, count) = mixture.vocab_parallel(&shard).loss(&targets, &options)?.sum_and_count()?;
 /// let (expected, _) = mixture.loss(&targets, &options)?.sum_and_count()?;
 /// assert!(count == 3.0 && (sum - expected).abs() < 1e-4);
 /// # Ok(())

@@ -1,8 +1,8 @@
 //! The operations of a backend: the functions of this file, each computed on the device of its operands, the CPU or a GPU
 //! that this build has kernels for. The CPU supports f16, bf16, f32 and f64; GPUs support f16, bf16 and f32.
 //!
-//! [`objective`] defines what is asked of a backend, [`mod@plan`] cuts the work into chunks, and [`schedule`] orders the
-//! steps of a chunk. `cpu` and `gpu` have functions of the operations' names; `gpu` launches its kernels through `cuda` or
+//! [`objective`] defines what is asked of a backend, and [`mod@plan`] cuts the work into chunks and
+//! orders their steps. `cpu` and `gpu` have functions of the operations' names; `gpu` launches its kernels through `cuda` or
 //! `metal`. Operations for which only the CPU has kernels are composed of candle's on a GPU.
 
 pub(crate) mod agreement;

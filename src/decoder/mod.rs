@@ -326,11 +326,11 @@ impl Decoder {
     /// from spellings, a sampled loss computes only the rows of its sample and of the targets.
     pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
         if let (WeightRows::Computed(cnn), Some(loss)) = (&self.rows, request.options.sampled_step()) {
+            if request.options.decoder_rows {
+                let head = "a decoder whose rows are computed";
+                return Err(Error::Unsupported { option: OptionName::DecoderRows, head });
+            }
             if let Some(sample) = Sample::new(loss, contexts, self.vocab_size(), self.softcap, request)? {
-                if request.options.decoder_rows {
-                    let head = "a decoder whose rows are computed";
-                    return Err(Error::Unsupported { option: OptionName::DecoderRows, head });
-                }
                 let decoder = self.select_ids(cnn.rows_of(&sample.token_ids)?, &sample.token_ids)?;
                 return decoder.mixture(contexts, log_priors)?.loss_over_sample(&sample, request);
             }

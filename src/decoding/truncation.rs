@@ -81,6 +81,11 @@ pub(super) fn rank_truncated<F: Real>(
 /// The number of ids that are ranked first, if top-k does not say how many.
 const FIRST_RANKED: usize = 128;
 
+/// Returns the largest of these logits.
+pub(super) fn largest(z: &[f64]) -> f64 {
+    z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max)
+}
+
 /// What a truncation leaves of some logits.
 #[derive(Debug)]
 pub(super) struct Truncation {
@@ -91,25 +96,35 @@ pub(super) struct Truncation {
     temperature: f64,
     /// The sum of the masses of the ids that are left.
     mass: f64,
-    /// Whether the ids were ranked.
-    is_ranked: bool,
+    /// The ids that are left, in descending order, if they were ranked.
+    ranked: Option<Vec<u32>>,
 }
 
 impl Truncation {
-    /// Truncates logits, the largest of which is `largest`; `None` if no id is possible.
-    pub(super) fn new(z: &[f64], largest: f64, sampling: &Sampling) -> Option<Self> {
+    /// Truncates logits; `None` if no id is possible.
+    pub(super) fn new(z: &[f64], sampling: &Sampling) -> Option<Self> {
         if sampling.top_k.is_none() {
-            return Some(Self::from_histogram(z, largest, sampling));
+            return Some(Self::from_histogram(z, sampling));
         }
-        let ranked = rank_truncated(&Computed::new(z), sampling)?;
-        let (last, mass) = (ranked.last()?.0, ranked.iter().map(|id| id.1).sum());
+        let (ranked, masses): (Vec<u32>, Vec<f64>) = rank_truncated(&Computed::new(z), sampling)?.into_iter().unzip();
+        let (first, last) = (*ranked.first()?, *ranked.last()?);
         Some(Truncation {
             last: (z[last as usize], last),
-            largest,
+            largest: z[first as usize],
             temperature: sampling.temperature,
-            mass,
-            is_ranked: true,
+            mass: masses.iter().sum(),
+            ranked: Some(ranked),
         })
+    }
+
+    /// The largest logit of all ids.
+    pub(super) fn largest(&self) -> f64 {
+        self.largest
+    }
+
+    /// Returns the ids that are left, if they were ranked.
+    pub(super) fn ranked(&self) -> Option<&[u32]> {
+        self.ranked.as_deref()
     }
 
     /// Whether the truncation leaves this id, whose logit is `z`.
@@ -121,17 +136,16 @@ impl Truncation {
     pub(super) fn log_prob(&self, z: f64) -> f64 {
         let relative = (z - self.largest) / self.temperature;
         // The two differ in their last bits alone; each keeps the bits that results have had.
-        if self.is_ranked {
+        if self.ranked.is_some() {
             (relative.exp() / self.mass).ln()
         } else {
             relative - self.mass.ln()
         }
     }
 
-    /// Finds the last id that top-p and min-p leave of these logits, of which `largest` is the largest, from a histogram
-    /// of masses. There must be no top-k.
-    fn from_histogram(z: &[f64], largest: f64, sampling: &Sampling) -> Self {
-        let temperature = sampling.temperature;
+    /// Finds the last id that top-p and min-p leave of these logits from a histogram of masses. There must be no top-k.
+    fn from_histogram(z: &[f64], sampling: &Sampling) -> Self {
+        let (largest, temperature) = (largest(z), sampling.temperature);
         let piece_len = z.len().div_ceil(PIECES).max(1);
         let relative = |z: f64| (z - largest) / temperature;
         let interval_at = |x: f64| ((-x * INTERVALS_PER_UNIT) as usize).min(INTERVALS - 1);
@@ -159,7 +173,7 @@ impl Truncation {
         ids.sort_unstable_by(ranking::order);
         // If no id of this interval is left, those above its upper end are.
         let upper_end = largest - end as f64 / INTERVALS_PER_UNIT * temperature;
-        let mut truncation = Truncation { last: (upper_end, u32::MAX), largest, temperature, mass, is_ranked: false };
+        let mut truncation = Truncation { last: (upper_end, u32::MAX), largest, temperature, mass, ranked: None };
         for (z, id) in ids {
             // The id that completes the nucleus is in it; the most probable one always is.
             if truncation.mass > 0.0 && truncation.mass >= wanted || relative(z) < least {
@@ -200,8 +214,7 @@ mod tests {
             z.iter_mut().zip(&impossible).skip(1).filter(|(_, &no)| no).for_each(|(z, _)| *z = f64::NEG_INFINITY);
             let sampling = Sampling { temperature, top_k, top_p, min_p, ..Sampling::new() };
             let ranked = rank_truncated(&Computed::new(&z), &sampling).expect("an id");
-            let largest = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let found = Truncation::new(&z, largest, &sampling).expect("an id");
+            let found = Truncation::new(&z, &sampling).expect("an id");
             let mut ids: Vec<u32> = ranked.iter().map(|id| id.0).collect();
             ids.sort_unstable();
             let all = (0..z.len() as u32).filter(|&id| z[id as usize] > f64::NEG_INFINITY);

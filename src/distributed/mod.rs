@@ -2,7 +2,8 @@
 //!
 //! Ranks exchange [`Numbers`] by [`Collectives`], which are an engine of your own or one of the two below, and a
 //! [`VocabShard`] is the part of the vocabulary that a rank has. With these alone,
-//! [`Mixture::vocab_parallel`](crate::Mixture::vocab_parallel) has the distributions over the whole vocabulary. The feature `distributed` adds the others:
+//! [`Mixture::vocab_parallel`](crate::Mixture::vocab_parallel) has the distributions over the whole vocabulary. The
+//! feature `distributed` adds the others:
 //!
 //! | | |
 //! |---|---|

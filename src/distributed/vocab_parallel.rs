@@ -1,22 +1,22 @@
 //! A head whose decoder's rows are cut among the ranks of a distributed program: it computes each result from the
 //! mixture of the rank's rows, which exchanges numbers with the other ranks.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
-use super::vocab_parallel_mixture::VocabParallelMixture;
+use super::vocab_parallel_mixture::{unsupported, VocabParallelMixture};
 use crate::backend::shard::VocabShard;
+use crate::decoding::Sampler;
 use crate::distributions::Distributions;
-use crate::error::{Error, Result};
-use crate::heads::{request_layer_methods, select_hidden, MixtureLayer, OutputLayer, RequestLayer};
-use crate::loss::{Loss, Request};
-use crate::mixture::Mixture;
+use crate::error::{Error, OptionName, Result};
+use crate::heads::{select_hidden, MixtureLayer, OutputLayer, RequestLayer};
+use crate::loss::{Loss, LossOptions, Request};
+use crate::mixture::{DistillOptions, Mixture, Teacher};
 use crate::tensors::dropout::DropoutMasks;
 
 /// A head that is a [`MixtureLayer`] whose decoder's rows are cut among ranks: each rank has the rows of its
-/// [`VocabShard`], and the same projection. [`OutputLayer::loss`] is
-/// that of a [`VocabParallelMixture`]: the loss of the whole vocabulary, the same on
-/// every rank, as are the gradients of the hidden states and the projection; the decoder's gradient has the rank's own
-/// rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole vocabulary too, and so are `log_prob` of
+/// [`VocabShard`], and the same projection. [`OutputLayer::loss`] is that of a [`VocabParallelMixture`]: the loss of the
+/// whole vocabulary, the same on every rank, as are the gradients of the hidden states and the projection; the decoder's
+/// gradient has the rank's own rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole vocabulary too, and so are `log_prob` of
 /// one id at each position and `policy_loss`. An entropy, a temperature and results that need the log-probabilities of
 /// all ids as a tensor are [`Error::Unsupported`].
 ///
@@ -104,7 +104,26 @@ impl<H: MixtureLayer> OutputLayer for VocabParallel<H> {
         self.shard.vocab_size()
     }
 
-    request_layer_methods!();
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        self.target_loss(hidden, targets, options)
+    }
+
+    /// Returns an error, because no rank has room for the log-probabilities of all ids.
+    fn log_probs(&self, _: &Tensor) -> Result<Tensor> {
+        Err(unsupported(OptionName::LogProbs))
+    }
+
+    fn log_probs_as(&self, _: &Tensor, _: DType) -> Result<Tensor> {
+        Err(unsupported(OptionName::LogProbs))
+    }
+
+    fn sample(&self, _: &Tensor, _: &mut Sampler) -> Result<Tensor> {
+        Err(unsupported(OptionName::Sample))
+    }
+
+    fn distill(&self, _: &Tensor, _: &Teacher, _: &DistillOptions) -> Result<Loss> {
+        Err(unsupported(OptionName::Distill))
+    }
 
     fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
         let rows = select_hidden(hidden, positions);

@@ -11,47 +11,41 @@ use crate::backend::shard::VocabShard;
 use crate::decoding::{AllLogProbsQuery, NextToken, NextTokenQuery, Sampler, TokenRequest, TopK};
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
-use crate::loss::{Loss, LossOptions, OutputShape, Reduction, Request};
-use crate::mixture::{Distillation, Mixture};
+use crate::loss::{Loss, OutputShape, Request};
+use crate::mixture::{DistillOptions, Mixture, Teacher};
 use crate::scores::{candidate_count, LogProbLoss, ScoreOptions, Scores};
 
 /// The distributions over a whole vocabulary, of which the decoder of a mixture has the rows of one rank's shard, from
-/// [`Mixture::vocab_parallel`]. Every rank calls each method with the same contexts, log-priors and arguments, and gets the
-/// same results. Results that need the log-probabilities of all ids as a tensor are
+/// [`Mixture::vocab_parallel`]. Every rank calls each method with the same contexts, log-priors and arguments, and gets
+/// the same results. Results that need the log-probabilities of all ids as a tensor are
 /// [`Error::Unsupported`](crate::Error::Unsupported): no rank has room for them.
 ///
 /// # The loss
 ///
-/// Computes the loss over the whole vocabulary, of which the decoder of this mixture has the rows of one rank's
-/// `shard`, and the gradients of contexts, log-priors and these rows. Every rank calls it with the same contexts,
-/// log-priors, targets and options, and gets the same loss and the same gradients of contexts and log-priors. (All
-/// ranks also take part in the backward pass of a loss without reduction, and in a second backward pass, with the
-/// same upstream gradient.)
+/// [`Distributions::loss`] is over the whole vocabulary: targets are ids of all ranks. Every rank gets the same loss,
+/// the same gradients of contexts and log-priors, and those of its own rows of the decoder. All ranks also take part in
+/// the backward pass of a loss without reduction, and in a second backward pass, with the same upstream gradient.
 ///
-/// The ranks exchange two numbers for each row, `2 K` for each position, after which every rank has the
-/// log-sum-exps of the whole vocabulary and the targets' logits. For label smoothing and correct predictions they
-/// add up `K + 2` more numbers for each position, and for the contexts' gradient `K d`:
+/// The ranks exchange two numbers for each row, `2 K` for each position, after which every rank has the log-sum-exps of
+/// the whole vocabulary and the targets' logits. For label smoothing and correct predictions they add up `K + 2` more
+/// numbers for each position, and for the contexts' gradient `K d`:
 ///
 /// ```text
 /// lse_k = log sum_p exp lse_k^(p),     dL/dc_k = sum_p W^(p)T dL/dz_k^(p)
 /// ```
 ///
-/// # Shapes
-///
-/// - targets: `[..]`, the leading dimensions of the contexts; u8, u32 or i64, ids of the whole vocabulary
-///
 /// # Errors
 ///
-/// The errors are those of [`Distributions::loss`], on every rank. [`Error::Ranks`] if another rank has an error of its
-/// own, makes another call, or has other targets, other options, another number of positions, components or
-/// columns, or other contexts (most differences of dropout masks are noticed). [`Error::Unsupported`] for a loss
-/// over a sample of the vocabulary, and on a GPU for label smoothing and correct predictions.
+/// The errors are those of [`Distributions`], on every rank. [`Error::Ranks`] if another rank has an error of its own,
+/// makes another call, or has other targets, other options, another number of positions, components or columns, or other
+/// contexts (most differences of dropout masks are noticed). [`Error::Unsupported`] for a loss over a sample of the
+/// vocabulary, and on a GPU for label smoothing and correct predictions.
 ///
 /// # Devices
 ///
-/// On a GPU the log-sum-exps and the targets' logits of each chunk pass through the host, which waits for the
-/// device; the contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is
-/// not in the vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
+/// On a GPU the log-sum-exps and the targets' logits of each chunk pass through the host, which waits for the device;
+/// the contexts' gradient is added up at the end ([`Collectives::all_reduce_sum_tensor`]). A target that is not in the
+/// vocabulary is an error there too. If a device fails in the middle of a call, the other ranks wait.
 ///
 /// [`Collectives::all_reduce_sum_tensor`]: crate::distributed::Collectives::all_reduce_sum_tensor
 #[derive(Clone, Debug)]
@@ -71,21 +65,15 @@ impl Mixture {
     }
 }
 
-impl VocabParallelMixture {
-    /// Returns the error for a result that needs the log-probabilities of all ids. Another rank may have found another error
-    /// before, which it announces.
-    fn unsupported<T>(&self, option: OptionName) -> Result<T> {
-        Err(self.announce(Error::Unsupported { option, head: NAME }))
-    }
+/// Returns the error for a result that needs the log-probabilities of all ids. It is the same on every rank, whatever the
+/// arguments are, so that no rank needs to be told.
+pub(super) fn unsupported(option: OptionName) -> Error {
+    Error::Unsupported { option, head: NAME }
 }
 
 impl Sealed for VocabParallelMixture {
     fn shape(&self) -> OutputShape<'_> {
         OutputShape { vocab: self.shard.vocab_size(), ..self.mixture.shape() }
-    }
-
-    fn name(&self) -> &'static str {
-        NAME
     }
 
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
@@ -104,16 +92,14 @@ impl Distributions for VocabParallelMixture {
 
     /// Returns an error, because no rank has room for the log-probabilities of all ids.
     fn log_probs_as(&self, _: DType) -> Result<Tensor> {
-        self.unsupported(OptionName::LogProbs)
+        Err(unsupported(OptionName::LogProbs))
     }
 
     /// Computes the log-probability of one id at each position; entropy, mass outside and temperature are not
     /// supported.
     fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         check_score_options(self.mixture.leading(), token_ids, options).map_err(|error| self.announce(error))?;
-        let loss_options = LossOptions::new().with_reduction(Reduction::None).with_correct(options.is_argmax);
-        let loss_options = LossOptions { workspace_bytes: options.workspace_bytes, ..loss_options };
-        Scores::from_loss(self.loss(token_ids, &loss_options))
+        Scores::from_loss(self.loss(token_ids, &options.loss_options()))
     }
 
     /// The ranks exchange two numbers for each row, from which the log-sum-exps follow, and then the `k` most probable ids
@@ -150,7 +136,7 @@ impl Distributions for VocabParallelMixture {
     }
 
     fn sample(&self, _: &mut Sampler) -> Result<Tensor> {
-        self.unsupported(OptionName::Sample)
+        Err(unsupported(OptionName::Sample))
     }
 
     /// The ranks exchange two numbers for each row, from which the log-sum-exps follow, and then the log-probabilities of
@@ -181,12 +167,12 @@ impl Distributions for VocabParallelMixture {
         own.into_iter().enumerate().map(answer).collect()
     }
 
-    fn loss_from_teacher(&self, _: &Distillation) -> Result<Loss> {
-        self.unsupported(OptionName::Distill)
+    fn distill(&self, _: &Teacher, _: &DistillOptions) -> Result<Loss> {
+        Err(unsupported(OptionName::Distill))
     }
 
     fn loss_from_log_probs(&self, _: &LogProbLoss) -> Result<(Loss, Tensor)> {
-        self.unsupported(OptionName::LogProbLoss)
+        Err(unsupported(OptionName::LogProbLoss))
     }
 }
 

@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor, D};
 
 use super::{Distributions, Sealed};
+use crate::decoding::Sampler;
 use crate::error::{Error, Result};
 use crate::loss::{Loss, OutputShape, Request};
 use crate::tensors::transfer::select_positions;
@@ -32,10 +33,6 @@ impl Sealed for GivenLogProbs {
         OutputShape { leading, vocab: *vocab, like: &self.like }
     }
 
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
         let log_probs = select_positions(&self.log_probs, positions)?;
         Ok(Box::new(GivenLogProbs { log_probs, like: self.like.clone(), name: self.name }))
@@ -45,11 +42,17 @@ impl Sealed for GivenLogProbs {
 impl Distributions for GivenLogProbs {
     fn request_loss(&self, request: &Request) -> Result<Loss> {
         request.check_support(self.name, &[])?;
+        request.positions.read_ids(self.shape().vocab)?;
         let ids = request.target_ids()?.unsqueeze(D::Minus1)?;
         request.loss_from_nll(&self.log_probs.gather(&ids, D::Minus1)?.squeeze(D::Minus1)?.affine(-1.0, 0.0)?)
     }
 
     fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
         Ok(self.log_probs.to_dtype(dtype)?)
+    }
+
+    fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
+        sampler.reject_components(self.name)?;
+        sampler.sample_rounded(&self.log_probs, self.like.dtype())
     }
 }

@@ -1,9 +1,9 @@
-//! Losses that are functions of results which are known as tensors: the gradient of such a loss is that of a linear function
-//! of these results.
+//! Losses that are functions of results which are known as tensors: the gradient of such a loss is that of a linear
+//! function of these results.
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, D};
 
 use crate::backend::operands::accumulation_dtype;
 use crate::error::Result;
@@ -32,7 +32,7 @@ pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -
         let Range { start, end } = loss.position_scores;
         Tensor::cat(&[all.narrow(1, 0, n)?, all.narrow(1, n + start, end - start)?], 1)
     };
-    let terms = |_: &Tensor| {
+    let terms = || {
         let (values, derivatives) = (loss.terms)(0..positions, &all.detach())?;
         Ok((values, used(&derivatives)?))
     };
@@ -40,12 +40,12 @@ pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -
     Ok((Loss { other_decoders: scores.leaves.clone(), ..loss }, values))
 }
 
-/// Computes a loss of these log-probabilities of all ids, `[.., vocab]`.
-pub(super) fn log_prob_loss(loss: &LogProbLoss, log_probs: &Tensor) -> Result<(Loss, Tensor)> {
-    let (leading, rows) = (&log_probs.dims()[..log_probs.rank() - 1], log_probs.flatten_to(log_probs.rank() - 2)?);
+/// Computes a loss of these log-probabilities of all ids, `[.., vocab]`, of positions with these leading dimensions.
+pub(super) fn log_prob_loss(loss: &LogProbLoss, leading: &[usize], log_probs: &Tensor) -> Result<(Loss, Tensor)> {
+    let rows = log_probs.reshape((leading.iter().product::<usize>(), log_probs.dim(D::Minus1)?))?;
     let rows = rows.to_dtype(accumulation_dtype("log_probs", rows.dtype())?)?;
     // The terms may overwrite the log-probabilities.
-    let terms = |rows: &Tensor| (loss.terms)(0..rows.dim(0)?, rows.copy()?);
+    let terms = || (loss.terms)(0..rows.dim(0)?, rows.detach().copy()?);
     linear_loss(&rows, terms, loss.counted.as_ref(), |values| Ok(values.reshape(leading)?))
 }
 
@@ -53,7 +53,7 @@ pub(super) fn log_prob_loss(loss: &LogProbLoss, log_probs: &Tensor) -> Result<(L
 /// derivatives are. `nll` makes the loss's negative log-likelihoods from the values.
 fn linear_loss(
     columns: &Tensor,
-    terms: impl Fn(&Tensor) -> Result<(Tensor, Tensor)>,
+    terms: impl FnOnce() -> Result<(Tensor, Tensor)>,
     counted: Option<&CountedPositions>,
     nll: impl FnOnce(&Tensor) -> Result<Tensor>,
 ) -> Result<(Loss, Tensor)> {
@@ -65,7 +65,7 @@ fn linear_loss(
         let values = Tensor::zeros(0, dtype, device)?;
         return Ok((Loss::new(value, zero.clone(), zero, nll(&values)?), values));
     }
-    let (values, derivatives) = terms(&columns.detach())?;
+    let (values, derivatives) = terms()?;
     let sum = match counted {
         Some(counted) => counted.weighted_sum(&values)?,
         None => values.sum_all()?,

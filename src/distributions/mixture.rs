@@ -8,7 +8,7 @@ use crate::backend::objective::{Objective, Scored, Task};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad};
 use crate::decoding::{DrawQuery, NextToken, NextTokenQuery, Sampler, TokenRequest, TopK};
 use crate::error::Result;
-use crate::loss::{CountedPositions, Loss, LossOptions, OutputShape, Reduction, Request};
+use crate::loss::{CountedPositions, Loss, OutputShape, Request};
 use crate::mixture::{node, Mixture};
 use crate::scores::{candidate_count, LogProbLoss, ScoreLoss, ScoreOptions, Scores};
 use crate::tensors::autograd::Leaf;
@@ -19,10 +19,6 @@ impl Sealed for Mixture {
     fn shape(&self) -> OutputShape<'_> {
         let operands = self.operands();
         OutputShape { leading: self.leading(), vocab: operands.sizes.vocab, like: &operands.contexts }
-    }
-
-    fn name(&self) -> &'static str {
-        "a mixture"
     }
 
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
@@ -55,9 +51,7 @@ impl Distributions for Mixture {
         let n = candidate_count("token_ids", token_ids, leading)?;
         let is_plain = !options.entropy && !options.outside && options.temperature == 1.0;
         if token_ids.dims() == leading && is_plain {
-            let loss_options = LossOptions::new().with_reduction(Reduction::None).with_correct(options.is_argmax);
-            let loss_options = LossOptions { workspace_bytes: options.workspace_bytes, ..loss_options };
-            return Scores::from_loss(self.loss(token_ids, &loss_options));
+            return Scores::from_loss(self.loss(token_ids, &options.loss_options()));
         }
         let operands = self.operands();
         let scored = options.scored(token_ids.reshape((operands.sizes.positions, n))?);

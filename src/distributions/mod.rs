@@ -1,7 +1,8 @@
-//! The distributions of some positions, of which results are asked: the one noun of the crate.
+//! The distributions of some positions, of which results are asked.
 //!
-//! [`Distributions`] has a few primitives, which a [`Mixture`](crate::Mixture) computes by its fused operations
-//! ([`mixture`]), and provides all else once. What is given as log-probabilities ([`given`]) answers everything from them.
+//! [`Distributions`] has all results. A [`Mixture`](crate::Mixture) computes some by its fused operations ([`mixture`]);
+//! what a kind of distributions does not override follows from its scores or its log-probabilities, as everything does
+//! for distributions that are given as log-probabilities ([`given`]).
 
 mod given;
 mod linear;
@@ -159,10 +160,7 @@ pub trait Distributions: Sealed {
     /// # Errors
     ///
     /// The errors of [`OutputLayer::sample`](crate::OutputLayer::sample).
-    fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
-        sampler.reject_components(self.name())?;
-        sampler.sample_rounded(&accurate_log_probs(self)?.detach(), self.shape().like.dtype())
-    }
+    fn sample(&self, sampler: &mut Sampler) -> Result<Tensor>;
 
     /// Chooses the next token id at each position as its request says.
     ///
@@ -250,7 +248,8 @@ pub trait Distributions: Sealed {
         Self: Sized,
     {
         let OutputShape { leading, like, .. } = self.shape();
-        Ok(self.loss_from_scores(&ScoreLoss::new(token_ids, leading, like, options, terms)?)?.0)
+        let loss = ScoreLoss::new(token_ids, leading, like, options, terms).map_err(|error| self.announce(error))?;
+        Ok(self.loss_from_scores(&loss)?.0)
     }
 
     /// Computes the sum of values that depend on the log-probabilities of all ids at each position, with gradients, for
@@ -370,17 +369,15 @@ pub trait Distributions: Sealed {
     /// at each position.
     #[doc(hidden)]
     fn loss_from_log_probs(&self, loss: &LogProbLoss) -> Result<(Loss, Tensor)> {
-        linear::log_prob_loss(loss, &at_counted_positions(self.log_probs(), &loss.counted)?)
+        linear::log_prob_loss(loss, self.shape().leading, &at_counted_positions(self.log_probs(), &loss.counted)?)
     }
 }
 
 /// What distributions know of themselves. Only this crate can implement it, and [`Distributions`] with it.
+#[doc(hidden)]
 pub trait Sealed {
     /// Returns the positions and the vocabulary.
     fn shape(&self) -> OutputShape<'_>;
-
-    /// Returns the name of what has these distributions, for errors.
-    fn name(&self) -> &'static str;
 
     /// Selects some of the positions, which ascend. The leading dimensions of the result are `[n]`.
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>>;
@@ -406,6 +403,14 @@ fn at_counted_positions<T>(result: Result<T>, counted: &Option<CountedPositions>
 
 /// Returns the log-probabilities of distributions in f32 (f64 for f64), which half precision has not rounded.
 fn accurate_log_probs(distributions: &(impl Distributions + ?Sized)) -> Result<Tensor> {
-    let dtype = if distributions.shape().like.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    distributions.log_probs_as(dtype)
+    distributions.log_probs_as(accurate_dtype(distributions.shape().like))
+}
+
+/// Returns the dtype in which log-probabilities are not rounded for hidden states like this tensor.
+pub(crate) fn accurate_dtype(like: &Tensor) -> DType {
+    if like.dtype() == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    }
 }

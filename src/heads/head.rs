@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use candle_nn::{Embedding, VarBuilder};
 
 use super::mixture_layer::MixtureLayer;
-use super::output_layer::OutputLayer;
+use super::output_layer::{select_hidden, OutputLayer};
 use super::projection::{Configured, Projection};
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::Sampler;
@@ -15,7 +15,6 @@ use crate::loss::{Loss, LossOptions, OutputShape, Request};
 use crate::mixture::Mixture;
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
-use crate::tensors::transfer::select_positions;
 
 /// The output layer of a projection and a decoder:
 ///
@@ -212,13 +211,6 @@ impl<P: Projection> Head<P> {
     }
 }
 
-impl<P: Projection> Head<P> {
-    /// Checks that hidden states match the head.
-    fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
-        self.decoder.check_hidden(hidden, self.hidden_size(), self.projection.has_parameters())
-    }
-}
-
 /// Defines the loss and the log-probabilities of a [`RequestLayer`].
 macro_rules! request_layer_methods {
     () => {
@@ -268,8 +260,11 @@ impl<P: Projection> OutputLayer for Head<P> {
 }
 
 impl<P: Projection> RequestLayer for Head<P> {
+    fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
+        self.decoder.check_hidden(hidden, self.hidden_size(), self.projection.has_parameters())
+    }
+
     fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
-        self.check_hidden(hidden)?;
         let is_masked = self.projection.has_parameters() || request.needs_mask();
         let hidden = if is_masked { request.positions.mask(hidden)? } else { hidden.clone() };
         let (contexts, log_priors) = self.projection.forward(&hidden, request.options.dropout)?;
@@ -294,24 +289,20 @@ impl<P: Projection> MixtureLayer for Head<P> {
     }
 }
 
-/// Returns the rows of hidden states `[.., hidden]` at these positions, `[n, hidden]`, or all hidden states as they are.
-pub(crate) fn select_hidden(hidden: &Tensor, positions: Option<&[u32]>) -> Result<Tensor> {
-    leading(hidden)?;
-    match positions {
-        Some(positions) => select_positions(hidden, positions),
-        None => Ok(hidden.clone()),
-    }
-}
-
 /// A head of this crate: its loss is that of a request, and its log-probabilities are those of its distributions.
 pub(crate) trait RequestLayer: OutputLayer {
     /// Computes the loss of a request at the positions of these hidden states. What is at ignored positions must not reach
     /// a gradient.
     fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss>;
 
+    /// Checks that hidden states match the head, as far as it knows before a projection.
+    fn check_hidden(&self, _: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
     /// Makes the request for a loss, once, and computes the loss.
     fn target_loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        let request = leading(hidden).and_then(|leading| {
+        let request = self.check_hidden(hidden).and_then(|()| leading(hidden)).and_then(|leading| {
             Request::new(OutputShape { leading, vocab: self.vocab_size(), like: hidden }, targets, options)
         });
         self.request_loss(hidden, &request.map_err(|error| self.announce(error))?)

@@ -6,7 +6,7 @@ use std::fmt::Debug;
 use candle_core::{DType, Tensor, D};
 
 use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
-use crate::distributions::{self, Distributions, GivenLogProbs};
+use crate::distributions::{self, accurate_dtype, Distributions, GivenLogProbs};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, OutputShape, Reduction};
 use crate::mixture::{DistillOptions, Distillation, Teacher};
@@ -388,9 +388,10 @@ pub trait OutputLayer: Debug + Send + Sync {
         self.distributions(hidden, None)?.next_tokens(requests)
     }
 
-    /// Returns the distributions after hidden states, without dropout: the results of all other methods but the loss are
-    /// asked of them. By default they are the log-probabilities of [`OutputLayer::log_probs_as`], from which every result
-    /// is composed. A head that is built on another one, whose cheaper ways it wants to have, overrides this method.
+    /// Returns the distributions after hidden states, without dropout, of which `score`, `policy_loss`, `distill`,
+    /// `top_k`, `sample` and `next_tokens` are asked. By default they are the log-probabilities of
+    /// [`OutputLayer::log_probs_as`] in f32 (f64 for f64), from which every result is composed. A head that is built on
+    /// another one, whose cheaper ways it wants to have, overrides this method.
     ///
     /// # Shapes
     ///
@@ -402,12 +403,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// The errors of [`OutputLayer::log_probs`].
     fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
-        let hidden = match positions {
-            Some(positions) => select_positions(hidden, positions)?,
-            None => hidden.clone(),
-        };
-        let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let log_probs = self.log_probs_as(&hidden, dtype)?;
+        let hidden = select_hidden(hidden, positions)?;
+        let log_probs = self.log_probs_as(&hidden, accurate_dtype(&hidden))?;
         Ok(Box::new(GivenLogProbs::new(log_probs, hidden, type_name::<Self>())?))
     }
 
@@ -454,5 +451,14 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// ```
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
         Ok(Box::new(self))
+    }
+}
+
+/// Returns the rows of hidden states `[.., hidden]` at these positions, `[n, hidden]`, or all hidden states as they are.
+pub(crate) fn select_hidden(hidden: &Tensor, positions: Option<&[u32]>) -> Result<Tensor> {
+    leading(hidden)?;
+    match positions {
+        Some(positions) => select_positions(hidden, positions),
+        None => Ok(hidden.clone()),
     }
 }

@@ -22,7 +22,7 @@ pub struct OutputShape<'a> {
 
 impl OutputShape<'_> {
     /// Returns the number of positions.
-    pub(crate) fn positions(&self) -> usize {
+    fn positions(&self) -> usize {
         self.leading.iter().product()
     }
 }
@@ -31,7 +31,7 @@ impl OutputShape<'_> {
 #[derive(Debug)]
 pub(crate) struct Positions<'a> {
     shape: OutputShape<'a>,
-    pub(crate) options: &'a PositionOptions,
+    options: &'a PositionOptions,
     /// `[..]`: the target of each position, if there are targets.
     targets: Option<&'a Tensor>,
     /// `[vocab]`: the weight of each target.

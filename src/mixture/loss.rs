@@ -26,10 +26,13 @@ impl Mixture {
         Ok(self.with_operands(Operands { contexts, ..self.operands.clone() }))
     }
 
-    /// Computes the loss from a checked request: over a sample if it is one of a step over a sample, or else over all
-    /// ids. The contexts must be masked at ignored positions, see [`Request::mask`].
+    /// Computes the loss from a checked request: over a sample if the options ask for a sampled loss, otherwise over
+    /// all ids. The contexts must be masked at ignored positions, see [`Positions::mask`](crate::loss::Positions::mask).
     pub(crate) fn loss_from_request(&self, request: &Request) -> Result<Loss> {
         let Some(loss) = request.options.sampled_step() else { return self.exact_loss(request) };
+        if request.options.decoder_rows && self.operands.adapter.is_some() {
+            return Err(Error::Unsupported { option: OptionName::DecoderRows, head: "a decoder with an adapter" });
+        }
         let Operands { sizes, contexts, softcap, .. } = &self.operands;
         match Sample::new(loss, contexts, sizes.vocab, *softcap, request)? {
             Some(sample) => self.sampled_loss(&sample, request),
@@ -105,9 +108,6 @@ impl Mixture {
 
     /// Computes the loss over a sample from the decoder's rows of its ids, which are variables if the options say so.
     fn sampled_loss(&self, sample: &Sample, request: &Request) -> Result<Loss> {
-        if request.options.decoder_rows && self.operands.adapter.is_some() {
-            return Err(Error::Unsupported { option: OptionName::DecoderRows, head: "a decoder with an adapter" });
-        }
         let operands = self.operands.select_ids(&sample.token_ids)?;
         if !request.options.decoder_rows {
             return self.with_operands(operands).loss_over_sample(sample, request);

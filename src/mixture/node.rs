@@ -17,16 +17,16 @@ use crate::tensors::autograd::{attach, is_root};
 use crate::tensors::checks::check_number;
 
 /// The gradients of a value, if they are known before the backward pass.
-pub(crate) struct KnownGradients {
-    pub(crate) gradients: Gradients,
+pub(super) struct KnownGradients {
+    pub(super) gradients: Gradients,
     /// Whether the weight's gradient contains the gradients of earlier losses.
-    pub(crate) is_sum: bool,
+    pub(super) is_sum: bool,
 }
 
 /// Makes the `value` of a loss a node whose operands are the mixture's. `known` are the gradients of the value, if they
 /// are known already: the first backward pass takes them, and a second one calls `compute`, which computes them again.
 /// If there is no reduction, `compute` gets the upstream gradient of each position.
-pub(crate) fn attach_loss(
+pub(super) fn attach_loss(
     value: Tensor,
     planned: Planned,
     reduction: Reduction,

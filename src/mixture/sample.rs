@@ -37,7 +37,10 @@ impl<'a> Sample<'a> {
         request: &Request<'a>,
     ) -> Result<Option<Self>> {
         let (SampledLoss::Softmax(negatives) | SampledLoss::Nce(negatives)) = loss;
-        check_support(loss, contexts.dim(D::Minus2)?, softcap, request)?;
+        let [.., components, _] = *contexts.dims() else {
+            return Err(Error::shape("contexts", "[.., components, context_dim]", contexts.dims()));
+        };
+        check_support(loss, components, softcap, request)?;
         if request.targets.elem_count() == 0 {
             return Ok(None);
         }

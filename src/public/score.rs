@@ -2,8 +2,8 @@
 //!
 //! Begin with [`OutputLayer::score`](crate::OutputLayer::score), which takes [`ScoreOptions`] and returns [`Scores`].
 //! For a loss of your own, [`Distributions::score_loss`](crate::Distributions::score_loss) and
-//! [`Distributions::log_prob_loss`](crate::Distributions::log_prob_loss) take a function of [`ChunkScores`] or [`ChunkLogProbs`],
-//! which returns its values and derivatives, [`ChunkTerms`], chunk by chunk:
+//! [`Distributions::log_prob_loss`](crate::Distributions::log_prob_loss) take a function of [`ChunkScores`] or
+//! [`ChunkLogProbs`], which returns its values and derivatives, [`ChunkTerms`], chunk by chunk:
 //!
 //! | | products with / without gradients |
 //! |---|---|

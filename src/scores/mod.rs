@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, Result};
-use crate::loss::Loss;
+use crate::loss::{Loss, LossOptions, Reduction};
 use crate::tensors::autograd::{self, Leaf};
 use crate::tensors::checks::{check_log_prob_tensor, check_number, check_targets};
 pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
@@ -106,6 +106,12 @@ impl ScoreOptions {
             needs_argmax: self.is_argmax,
             temperature: self.temperature,
         }
+    }
+
+    /// Returns the options of the loss whose values are the negated log-probabilities of one id at each position.
+    pub(crate) fn loss_options(&self) -> LossOptions {
+        let options = LossOptions::new().with_reduction(Reduction::None).with_correct(self.is_argmax);
+        LossOptions { workspace_bytes: self.workspace_bytes, ..options }
     }
 
     /// Checks the range of the temperature.

@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::heads::{MixtureLayer, RequestLayer};
 use crate::loss::{Loss, LossOptions, Reduction, Request};
 use crate::tensors::autograd::{variable_ids, Leaf};
-use crate::tensors::checks::leading;
+use crate::tensors::checks::{check_hidden, leading};
 use crate::tensors::transfer::to_device;
 
 /// The index of the targets that the root ignores.
@@ -71,10 +71,18 @@ impl PositionFactors {
 }
 
 impl<S: Debug + Send + Sync, R: MixtureLayer> RequestLayer for TwoLevel<S, R> {
+    fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
+        let Some(first) = self.clusters.first() else { return Ok(()) };
+        let compared = || match &first.projection {
+            Some(projection) => format!("the first cluster's projection {:?}", projection.dims()),
+            None => format!("the first class's weight {:?}", first.weight.dims()),
+        };
+        check_hidden(hidden, self.root.hidden_size(), compared, &first.weight)
+    }
+
     /// Computes the loss of a request: the root's at all positions, and each cluster's at the positions whose target is
     /// in it. It reads the targets on the host, to sort the positions by cluster.
     fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
-        self.check_hidden(hidden)?;
         request.check_support(self.name, &[])?;
         let (leading, options) = (leading(hidden)?, request.options);
         let ids = request.positions.read_ids(self.vocab_size)?;

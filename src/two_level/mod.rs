@@ -34,7 +34,7 @@ use crate::backend;
 use crate::error::{Error, Result};
 use crate::heads::MixtureLayer;
 use crate::mixture::Mixture;
-use crate::tensors::checks::{check_hidden, leading};
+use crate::tensors::checks::leading;
 use crate::tensors::linear::{linear_layer, LinearOperands};
 pub use adaptive::{Adaptive, AdaptiveConfig, AdaptiveSoftmax};
 pub use hierarchical::{Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax};
@@ -163,16 +163,6 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     fn flat_states(&self, hidden: &Tensor) -> Result<Tensor> {
         let positions: usize = leading(hidden)?.iter().product();
         Ok(hidden.reshape((positions, self.root.hidden_size()))?)
-    }
-
-    /// Checks that hidden states match the head.
-    fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
-        let Some(first) = self.clusters.first() else { return Ok(()) };
-        let compared = || match &first.projection {
-            Some(projection) => format!("the first cluster's projection {:?}", projection.dims()),
-            None => format!("the first class's weight {:?}", first.weight.dims()),
-        };
-        check_hidden(hidden, self.root.hidden_size(), compared, &first.weight)
     }
 
     /// Returns the entries of a token id.

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use metal_on_linux::{assert_close, metal, numbers};
-use mos_head::{Error, LossOptions, Mixture, Reduction, Result};
+use mos_head::{Distributions, Error, LossOptions, Mixture, Reduction, Result};
 
 struct Case {
     positions: usize,

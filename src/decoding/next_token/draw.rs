@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::noise::Noise;
 use crate::backend::distribution::{Computed, TILE};
 use crate::backend::ranking::top_k;
-use crate::decoding::truncation::{TileMasses, Truncation};
+use crate::decoding::truncation::{largest, TileMasses, Truncation};
 use crate::decoding::Sampling;
 
 /// A token id, and its log-probability under the distribution that it was drawn from.
@@ -22,8 +22,8 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     if temperature == 0.0 {
         return top_k(&Computed::new(z), 1).first().map(|&(_, id)| Drawn { id, log_prob: 0.0 });
     }
-    let largest = z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max);
-    let truncation = if sampling.is_truncated() { Some(Truncation::new(z, largest, sampling)?) } else { None };
+    let truncation = if sampling.is_truncated() { Some(Truncation::new(z, sampling)?) } else { None };
+    let largest = truncation.as_ref().map_or_else(|| largest(z), Truncation::largest);
     let is_left = |z, id| truncation.as_ref().is_none_or(|truncation| truncation.leaves(z, id));
     // Differences from the largest logit: a small temperature makes quotients of the logits themselves infinite, or so
     // large that the noise, which decides among equals, is lost in them.
@@ -32,8 +32,15 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
         let ids = ((tile * TILE) as u32..).zip(z).filter(|&(id, &z)| is_left(z, id));
         ids.fold(None, |leader, (id, &z)| larger_with_noise(leader, relative(z), id, noise))
     };
-    let tile_draws: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(draw_from_tile).collect();
-    let (_, id) = tile_draws.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a })?;
+    let draw = |leader, &id: &u32| larger_with_noise(leader, relative(z[id as usize]), id, noise);
+    let drawn = match truncation.as_ref().and_then(Truncation::ranked) {
+        Some(ids) => ids.iter().fold(None, draw),
+        None => {
+            let draws: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(draw_from_tile).collect();
+            draws.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a })
+        }
+    };
+    let (_, id) = drawn?;
     let drawn_z = z[id as usize];
     let log_prob = match truncation {
         Some(truncation) => truncation.log_prob(drawn_z),

@@ -1,6 +1,6 @@
 //! The targets of an objective, from which each position's masses follow: target ids and their weights, which are read and
-//! checked before the first chunk, or the upstream gradients of scores or log-probabilities. A
-//! position's listed ids are its target or its candidates.
+//! checked before the first chunk, or the upstream gradients of scores or log-probabilities.
+//! A position's listed ids are its target or its candidates.
 
 use candle_core::Tensor;
 use rayon::prelude::*;

@@ -324,7 +324,12 @@ impl Decoder {
 
     /// Computes the loss of the mixture of these contexts, which are masked at ignored positions. If rows are computed
     /// from spellings, a sampled loss computes only the rows of its sample and of the targets.
-    pub(crate) fn loss(&self, contexts: &Tensor, log_priors: Option<&Tensor>, request: &Request) -> Result<Loss> {
+    pub(crate) fn request_loss(
+        &self,
+        contexts: &Tensor,
+        log_priors: Option<&Tensor>,
+        request: &Request,
+    ) -> Result<Loss> {
         if let (WeightRows::Computed(cnn), Some(loss)) = (&self.rows, request.options.sampled_step()) {
             if request.options.decoder_rows {
                 let head = "a decoder whose rows are computed";

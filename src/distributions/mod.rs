@@ -307,7 +307,7 @@ pub trait Distributions: Sealed {
     fn policy_loss(&self, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let OutputShape { leading, like, .. } = self.shape();
         let terms = PolicyTerms::new(leading, like, batch, options).map_err(|error| self.announce(error))?;
-        policy_loss(&*self.select(terms.positions())?, terms)
+        self.select(terms.positions())?.loss_from_policy(terms)
     }
 
     /// Computes the divergence of the student, whose distributions these are, from a teacher, and its gradients: for a
@@ -348,6 +348,14 @@ pub trait Distributions: Sealed {
     #[doc(hidden)]
     fn request_loss(&self, request: &Request) -> Result<Loss>;
 
+    /// Computes the policy loss of tokens, whose positions are those of the distributions.
+    #[doc(hidden)]
+    fn loss_from_policy(&self, terms: PolicyTerms) -> Result<Loss> {
+        let positions = terms.positions().to_vec();
+        let loss = self.loss_from_scores(&terms.into_score_loss());
+        Ok(loss.map_err(|error| error.with_position_from(&positions))?.0)
+    }
+
     /// Computes the loss of a distillation, whose positions that count are those of the student's distributions.
     #[doc(hidden)]
     fn loss_from_teacher(&self, distillation: &Distillation) -> Result<Loss> {
@@ -386,13 +394,6 @@ pub trait Sealed {
     fn announce(&self, error: Error) -> Error {
         error
     }
-}
-
-/// Computes the policy loss of tokens that count, whose distributions these are.
-pub(crate) fn policy_loss(policy: &dyn Distributions, terms: PolicyTerms) -> Result<Loss> {
-    let positions = terms.positions().to_vec();
-    let loss = policy.loss_from_scores(&terms.into_score_loss());
-    Ok(loss.map_err(|error| error.with_position_from(&positions))?.0)
 }
 
 /// Replaces the position in an error of a result at the positions that count by its place among all positions.

@@ -268,7 +268,7 @@ impl<P: Projection> RequestLayer for Head<P> {
         let is_masked = self.projection.has_parameters() || request.needs_mask();
         let hidden = if is_masked { request.positions.mask(hidden)? } else { hidden.clone() };
         let (contexts, log_priors) = self.projection.forward(&hidden, request.options.dropout)?;
-        self.decoder.loss(&contexts, log_priors.as_ref(), request)
+        self.decoder.request_loss(&contexts, log_priors.as_ref(), request)
     }
 }
 

@@ -6,7 +6,7 @@ use std::fmt::Debug;
 use candle_core::{DType, Tensor, D};
 
 use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
-use crate::distributions::{self, accurate_dtype, Distributions, GivenLogProbs};
+use crate::distributions::{accurate_dtype, Distributions, GivenLogProbs};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, OutputShape, Reduction};
 use crate::mixture::{DistillOptions, Distillation, Teacher};
@@ -249,7 +249,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     fn policy_loss(&self, hidden: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
         let terms = leading(hidden).and_then(|leading| PolicyTerms::new(leading, hidden, batch, options));
         let terms = terms.map_err(|error| self.announce(error))?;
-        distributions::policy_loss(&*self.distributions(hidden, Some(terms.positions()))?, terms)
+        self.distributions(hidden, Some(terms.positions()))?.loss_from_policy(terms)
     }
 
     /// Computes the divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its

@@ -352,7 +352,7 @@ impl PolicyBatch {
 }
 
 /// The constants of a policy loss at the tokens that count, `[n]` each.
-pub(crate) struct PolicyTerms {
+pub struct PolicyTerms {
     counted: CountedPositions,
     token_ids: Tensor,
     advantages: Tensor,

@@ -26,7 +26,7 @@ pub(super) enum FullTeacher {
 
 impl FullTeacher {
     /// Returns the log-probabilities of some of the positions that count, `[chunk, vocab]`.
-    fn log_probs(&self, positions: &Range<usize>) -> Result<Tensor> {
+    fn chunk_log_probs(&self, positions: &Range<usize>) -> Result<Tensor> {
         match self {
             FullTeacher::Mixture { mixture, dtype } => {
                 let operands = mixture.operands().narrow(positions)?;
@@ -63,7 +63,7 @@ impl FullTeacher {
             temperature: options.temperature,
             scales: (scales * (1.0 - hard))?,
         };
-        let (divergence, derivatives) = backend::divergence(log_probs, &self.log_probs(&positions)?, &terms)?;
+        let (divergence, derivatives) = backend::divergence(log_probs, &self.chunk_log_probs(&positions)?, &terms)?;
         counted.check_finite(&positions, &divergence)?;
         if let Some(targets) = &targets {
             derivatives.scatter_add_set(targets, &(scales * -hard)?.unsqueeze(1)?, 1)?;

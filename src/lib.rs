@@ -18,9 +18,10 @@
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
 //! Each is a [`Head`], a projection and a decoder; with a projection of your own, `Head` is a head of your own. All
-//! heads implement [`OutputLayer`], and those that are one mixture also [`MixtureLayer`]. [`Mixture`] is the fused
-//! operation itself, and [`linear_cross_entropy`] is the fused loss of a linear layer. [`HeadConfig`] is saved beside
-//! the weights of a model that reads its head from a file.
+//! heads implement [`OutputLayer`], and those that are one mixture also [`MixtureLayer`]. A head gives a distribution at
+//! each position, and results are asked of it: [`Distributions`] has them all. [`Mixture`] is the fused operation
+//! itself, and [`linear_cross_entropy`] is the fused loss of a linear layer. [`HeadConfig`] is saved beside the weights
+//! of a model that reads its head from a file.
 //!
 //! A loss and its gradients take three matrix products, the minimum for an exact method, or four if each position has a
 //! loss of its own. The positions are processed in chunks ([`Plan`]), so that the logits of one chunk are in memory at

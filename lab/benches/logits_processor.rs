@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling as CandleSampling};
 use candle_transformers::utils::apply_repeat_penalty;
 use mos_head::decode::{Constraints, Sampling, TokenRequest};
-use mos_head::Mixture;
+use mos_head::{Distributions, Mixture};
 use shared::{median, turns};
 
 /// Ids of the vocabulary of a large model, and of qwen2.

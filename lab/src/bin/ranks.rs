@@ -17,7 +17,7 @@ use candle_nn::ops::log_softmax;
 use clap::{Parser, ValueEnum};
 use lab::memory::Peak;
 use mos_head::distributed::{Collectives, Mpi, Numbers, VocabShard};
-use mos_head::{LossOptions, Mixture, Result};
+use mos_head::{Distributions, LossOptions, Mixture, Result};
 use serde_json::json;
 
 #[derive(Parser)]
@@ -130,7 +130,7 @@ fn main() -> Result<()> {
         let log_priors = log_priors.as_ref().map(Var::as_tensor);
         let mixture = Mixture::new(&contexts, log_priors, &weight, Some(bias.as_tensor()))?;
         let loss = match &shard {
-            Some(shard) => mixture.vocab_parallel(&shard).loss(&targets, &options)?,
+            Some(shard) => mixture.vocab_parallel(shard).loss(&targets, &options)?,
             None => mixture.loss(&targets, &options)?,
         };
         loss.backward()?;

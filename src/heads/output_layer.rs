@@ -456,9 +456,7 @@ pub trait OutputLayer: Debug + Send + Sync {
 
 /// Returns the rows of hidden states `[.., hidden]` at these positions, `[n, hidden]`, or all hidden states as they are.
 pub(crate) fn select_hidden(hidden: &Tensor, positions: Option<&[u32]>) -> Result<Tensor> {
+    let Some(positions) = positions else { return Ok(hidden.clone()) };
     leading(hidden)?;
-    match positions {
-        Some(positions) => select_positions(hidden, positions),
-        None => Ok(hidden.clone()),
-    }
+    select_positions(hidden, positions)
 }

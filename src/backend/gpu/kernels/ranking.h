@@ -32,7 +32,8 @@ FUNCTION void top_k(GLOBAL const float *log_probs, i64 stride, int vocab, int k,
         Largest next = {minus_infinity(), 0x7fffffff};
         for (int v = tid; v < vocab; v += BLOCK) {
             const float x = log_p[v];
-            if (last.precedes({x, v}) || x != x) next.add({x, v});
+            const bool comes_after = x < last.value || (x == last.value && v > last.id);
+            if (comes_after || x != x) next.add({x, v});
         }
         last = block_reduce(next, tid, warp_largest);
         if (tid == 0) {

@@ -100,6 +100,7 @@ impl DecoderConfig {
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use mos_head::parts::Decoder;
+/// use mos_head::Distributions;
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let weight = Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?; // 100 token ids

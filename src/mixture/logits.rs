@@ -24,7 +24,7 @@ impl Mixture {
     /// ```
     /// use candle_core::{Device, Tensor, D};
     /// use candle_nn::ops::log_softmax;
-    /// use mos_head::Mixture;
+    /// use mos_head::{Distributions, Mixture};
     ///
     /// # fn main() -> mos_head::Result<()> {
     /// let contexts = Tensor::randn(0f32, 1., (2, 1, 8), &Device::Cpu)?; // 2 positions, K = 1, d = 8

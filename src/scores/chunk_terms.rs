@@ -22,7 +22,7 @@ use crate::loss::CountedPositions;
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions};
-/// use mos_head::{LossOptions, Mixture, Reduction};
+/// use mos_head::{Distributions, LossOptions, Mixture, Reduction};
 ///
 /// fn weighted(scores: ChunkScores, weights: &Tensor) -> mos_head::Result<ChunkTerms> {
 ///     let by_log_prob = weights.narrow(0, scores.positions.start, scores.positions.len())?.neg()?;
@@ -64,7 +64,7 @@ pub struct ChunkScores {
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use mos_head::score::{ChunkLogProbs, ChunkTerms};
-/// use mos_head::Mixture;
+/// use mos_head::{Distributions, Mixture};
 ///
 /// fn entropy(chunk: ChunkLogProbs) -> mos_head::Result<ChunkTerms> {
 ///     let probs = chunk.log_probs.exp()?;
@@ -99,7 +99,7 @@ pub struct ChunkLogProbs {
 /// ```
 /// use candle_core::{Device, Tensor, Var};
 /// use mos_head::score::{ChunkTerms, ScoreOptions};
-/// use mos_head::Mixture;
+/// use mos_head::{Distributions, Mixture};
 ///
 /// # fn main() -> mos_head::Result<()> {
 /// let contexts = Var::randn(0f32, 1., (3, 1, 8), &Device::Cpu)?; // 3 positions, K = 1, d = 8

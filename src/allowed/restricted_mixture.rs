@@ -256,11 +256,8 @@ fn places<'a>(ids: &'a [u32], required: &'a [Option<usize>]) -> impl Iterator<It
 /// zero.
 fn zeros_at_ignored(numbers: Tensor, counted: &[u32], positions: usize) -> Result<Tensor> {
     if counted.len() == positions {
-        return Ok(numbers);
+        Ok(numbers)
+    } else {
+        transfer::spread(&numbers, counted, positions)
     }
-    let mut places = vec![counted.len() as u32; positions];
-    counted.iter().enumerate().for_each(|(place, &t)| places[t as usize] = place as u32);
-    let zero = Tensor::zeros(1, numbers.dtype(), numbers.device())?;
-    let with_zero = Tensor::cat(&[numbers, zero], 0)?;
-    Ok(with_zero.index_select(&Tensor::new(places, with_zero.device())?, 0)?)
 }

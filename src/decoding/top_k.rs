@@ -70,7 +70,7 @@ impl TopK {
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
         Self::check_k(k, vocab)?;
         let found = super::log_probs::visit(log_probs, rounded, &TopKQuery { k })?;
-        let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let dtype = transfer::accurate_dtype(log_probs);
         Self::from_ranked(&found, &[leading, &[k]].concat(), dtype, log_probs.device())
     }
 

@@ -188,7 +188,7 @@ fn check_score_options(leading: &[usize], token_ids: &Tensor, options: &ScoreOpt
         (token_ids.dims() != leading, OptionName::LogProbs),
     ];
     match unsupported.into_iter().find(|(is_used, _)| *is_used) {
-        Some((_, option)) => Err(Error::Unsupported { option, head: NAME }),
+        Some((_, option)) => Err(self::unsupported(option)),
         None => Ok(()),
     }
 }

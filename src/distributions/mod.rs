@@ -17,6 +17,7 @@ use crate::loss::{CountedPositions, Loss, LossOptions, OutputShape, Request};
 use crate::mixture::{DistillLoss, DistillOptions, Distillation, Teacher};
 use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{ChunkLogProbs, ChunkScores, ChunkTerms, LogProbLoss, ScoreLoss, ScoreOptions, Scores};
+use crate::tensors::transfer::accurate_dtype;
 pub(crate) use given::GivenLogProbs;
 pub use linear_cross_entropy::linear_cross_entropy;
 
@@ -405,13 +406,4 @@ fn at_counted_positions<T>(result: Result<T>, counted: &Option<CountedPositions>
 /// Returns the log-probabilities of distributions in f32 (f64 for f64), which half precision has not rounded.
 fn accurate_log_probs(distributions: &(impl Distributions + ?Sized)) -> Result<Tensor> {
     distributions.log_probs_as(accurate_dtype(distributions.shape().like))
-}
-
-/// Returns the dtype in which log-probabilities are not rounded for hidden states like this tensor.
-pub(crate) fn accurate_dtype(like: &Tensor) -> DType {
-    if like.dtype() == DType::F64 {
-        DType::F64
-    } else {
-        DType::F32
-    }
 }

@@ -6,7 +6,7 @@ use std::fmt::Debug;
 use candle_core::{DType, Tensor, D};
 
 use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
-use crate::distributions::{accurate_dtype, Distributions, GivenLogProbs};
+use crate::distributions::{Distributions, GivenLogProbs};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, OutputShape, Reduction};
 use crate::mixture::{DistillOptions, Distillation, Teacher};
@@ -14,7 +14,7 @@ use crate::scores::policy::{PolicyBatch, PolicyOptions, PolicyTerms};
 use crate::scores::{candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::leading;
 use crate::tensors::dropout::DropoutMasks;
-use crate::tensors::transfer::select_positions;
+use crate::tensors::transfer::{accurate_dtype, select_positions};
 
 /// The output layer of a language model: from a hidden state to a distribution over the vocabulary.
 ///

@@ -7,13 +7,14 @@ use crate::backend::ranking::argmax;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 use crate::tensors::log_softmax::tempered;
+use crate::tensors::transfer::accurate_dtype;
 
 /// Computes the scores `[positions, n + 2]` of the distributions `[positions, vocab]`: the log-probabilities of `n`
 /// ids, the entropy, and the logarithm of the mass outside the ids. Reading the ids waits for the device; one that is
 /// not in the vocabulary is an error.
 pub(crate) fn compose_scores(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
     let &Scored { ref token_ids, needs_entropy, needs_outside, temperature, .. } = scored;
-    let dtype = if log_probs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let dtype = accurate_dtype(log_probs);
     let (positions, vocab) = log_probs.dims2()?;
     let n = token_ids.dim(1)?;
     let log_probs = log_probs.to_dtype(dtype)?;

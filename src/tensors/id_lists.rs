@@ -1,8 +1,9 @@
 //! The allowed ids of positions, and products of contexts with the decoder's rows of these ids, by candle's operations.
 //! The CPU computes these products by a kernel of its own (`backend/cpu/products/lists.rs`).
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
+use super::transfer::accurate_dtype;
 use crate::error::Result;
 
 /// A list of token ids for each position, in ascending order without repeats.
@@ -114,7 +115,7 @@ pub(crate) fn matrix_rows(matrix: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// `[positions, longest]`, in f32 (f64 for f64). Entries past the end of a list are unspecified.
 pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
     let shape = (lists.len(), lists.longest());
-    let dtype = if contexts.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let dtype = accurate_dtype(contexts);
     if shape.0 * shape.1 == 0 {
         return Ok(Tensor::zeros(shape, dtype, contexts.device())?);
     }

@@ -48,6 +48,24 @@ pub(crate) fn select_positions(tensor: &Tensor, positions: &[u32]) -> Result<Ten
     select_rows(&rows, &to_device(positions.to_vec(), positions.len(), rows.device())?)
 }
 
+/// Makes the numbers of all `n` positions from those of some positions, `[places]`: the others are zero. Differentiable.
+pub(crate) fn spread(numbers: &Tensor, places: &[u32], n: usize) -> Result<Tensor> {
+    // Behind the numbers is a zero, which the other positions select.
+    let mut sources = vec![places.len() as u32; n];
+    places.iter().zip(0..).for_each(|(&place, source)| sources[place as usize] = source);
+    let zero = Tensor::zeros(1, numbers.dtype(), numbers.device())?;
+    Ok(Tensor::cat(&[numbers, &zero], 0)?.index_select(&Tensor::new(sources, numbers.device())?, 0)?)
+}
+
+/// Returns the dtype in which the numbers of a tensor are computed: f64 for f64, otherwise f32.
+pub(crate) fn accurate_dtype(tensor: &Tensor) -> DType {
+    if tensor.dtype() == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    }
+}
+
 /// Reads a matrix on the host, in f64.
 pub(crate) fn read_matrix(tensor: &Tensor) -> Result<Vec<Vec<f64>>> {
     Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2()?)

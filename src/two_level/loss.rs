@@ -17,7 +17,7 @@ use crate::heads::{MixtureLayer, RequestLayer};
 use crate::loss::{Loss, LossOptions, Reduction, Request};
 use crate::tensors::autograd::{variable_ids, Leaf};
 use crate::tensors::checks::{check_hidden, leading};
-use crate::tensors::transfer::to_device;
+use crate::tensors::transfer::{spread, to_device};
 
 /// The index of the targets that the root ignores.
 const IGNORED: i64 = -1;
@@ -147,14 +147,8 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
         };
         let states = self.flat_states(hidden)?.index_select(&Tensor::new(&*order, device)?, 0)?;
         let clusters = shared.loss(&states, groups)?;
-        // `places` has the place of each position among the sorted ones; a position in no group has the place behind
-        // them, where a zero is.
-        let mut places = vec![order.len() as u32; leading.iter().product()];
-        order.iter().zip(0..).for_each(|(&position, place)| places[position as usize] = place);
-        let places = Tensor::new(places, device)?;
-        let unsort = |sorted: &Tensor| {
-            let zero = Tensor::zeros(1, sorted.dtype(), device)?;
-            Tensor::cat(&[sorted, &zero], 0)?.index_select(&places, 0)?.reshape(leading)
+        let unsort = |sorted: &Tensor| -> Result<Tensor> {
+            Ok(spread(sorted, &order, leading.iter().product())?.reshape(leading)?)
         };
         Ok(LevelLoss {
             nll: unsort(&clusters.nll)?,

@@ -30,7 +30,7 @@ fn compile() -> Result<(), Box<dyn std::error::Error>> {
         (None, None) => PathBuf::from("nvcc"),
     };
     let mut command = Command::new(nvcc);
-    command.args(["-fatbin", "-std=c++17", "-O3"]);
+    command.args(["-fatbin", "-std=c++17", "-O3", "-lineinfo"]);
     command.args(["-gencode=arch=compute_80,code=[sm_80,compute_80]", "-gencode=arch=compute_90,code=sm_90"]);
     command.arg("-o").arg(&out).arg("src/backend/cuda/mixture.cu");
     let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;

@@ -3,6 +3,8 @@
 use candle_core::Device;
 use clap::ValueEnum;
 
+use crate::memory::keep_pool;
+
 /// Tensors are on one of these devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceKind {
@@ -15,14 +17,16 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Returns the device, or an error that names what is missing: the feature of this build, or the GPU of this
-    /// machine.
+    /// Returns the device, whose pool keeps its memory, or an error that names what is missing: the feature of this
+    /// build, or the GPU of this machine.
     pub fn open(self) -> Result<Device, String> {
-        match self {
-            DeviceKind::Cpu => Ok(Device::Cpu),
-            DeviceKind::Cuda => gpu("cuda", cfg!(feature = "cuda"), || Device::new_cuda(0)),
-            DeviceKind::Metal => gpu("metal", cfg!(feature = "metal"), || Device::new_metal(0)),
-        }
+        let device = match self {
+            DeviceKind::Cpu => Device::Cpu,
+            DeviceKind::Cuda => gpu("cuda", cfg!(feature = "cuda"), || Device::new_cuda(0))?,
+            DeviceKind::Metal => gpu("metal", cfg!(feature = "metal"), || Device::new_metal(0))?,
+        };
+        keep_pool(&device, true);
+        Ok(device)
     }
 
     /// Returns the available GPUs of this build.

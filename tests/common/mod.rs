@@ -19,7 +19,8 @@ pub mod scores;
 
 use candle_core::{DType, Device, Tensor};
 
-/// Every device that the test binary can use: the CPU, and a GPU if candle was built for one and one is available.
+/// Every device that the test binary can use: the CPU, and a GPU if candle was built for one and one is available. With
+/// `MOS_HEAD_NEED_GPU=1` it is an error if there is none.
 pub fn devices() -> Vec<Device> {
     let mut devices = vec![Device::Cpu];
     if candle_core::utils::cuda_is_available() {
@@ -29,6 +30,8 @@ pub fn devices() -> Vec<Device> {
         // candle panics on a Mac without a GPU, or with too old a system.
         devices.extend(std::panic::catch_unwind(|| Device::new_metal(0)).into_iter().flatten());
     }
+    let needs_gpu = std::env::var("MOS_HEAD_NEED_GPU").is_ok_and(|needs| needs == "1");
+    assert!(devices.len() > 1 || !needs_gpu, "MOS_HEAD_NEED_GPU is set, but no GPU can be used");
     devices
 }
 

@@ -22,7 +22,7 @@ use args::{name, Args, Implementation, Sizes, Train};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use kept::Kept;
-use lab::memory::Peak;
+use lab::memory::{keep_pool, Peak};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{Distributions, LossOptions, Mixture, Precision};
 use output::System;
@@ -42,6 +42,9 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let device = args.device.open()?;
+    if args.default_pool {
+        keep_pool(&device, false);
+    }
     let sizes = args.sizes();
     let Sizes { positions, components, context, vocab, .. } = sizes;
     let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?;
@@ -82,7 +85,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let memory = Peak::watch(&device);
         kept.run()?;
         let peak = memory.extra_mib();
-        let [(times, value), (full, _)] = in_turn(args, args.reps, [&mut || kept.run(), &mut || kept.full()])?;
+        let [(times, value), (full, _)] = in_turn(args, &device, args.reps, [&mut || kept.run(), &mut || kept.full()])?;
         let line = json!({
             "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "kept": n, "shape": name(&args.shape),
             "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
@@ -119,7 +122,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let memory = Peak::watch(&device);
         timed.run()?;
         let peak = memory.extra_mib();
-        let [(scores, value), (loss, _), (bare, _)] = in_turn(args, args.reps, [&mut run, &mut loss, &mut bare])?;
+        let [(scores, value), (loss, _), (bare, _)] = in_turn(args, &device, args.reps, [&mut run, &mut loss, &mut bare])?;
         let (scores, loss, bare) = (median(&scores), median(&loss), median(&bare));
         let line = json!({
             "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "score": name(&score), "divergence": name(&args.divergence), "shape": name(&args.shape),
@@ -131,28 +134,32 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         return Ok(());
     }
 
+    let mut pipelined_step = None;
     let full = |options: &LossOptions| fused_step(&leaves, components, Train::All, options);
     let memory = Peak::watch(&device);
     let mut whole_step = None;
     let (times, loss) = match (args.implementation, &system) {
-        (Implementation::Fused, Some(system)) => time(args, args.reps, || system.step(&options()?))?,
-        (Implementation::Fused, None) if args.train == Train::All => time(args, args.reps, || full(&options()?))?,
+        (Implementation::Fused, Some(system)) => time(args, &device, args.reps, || system.step(&options()?))?,
+        (Implementation::Fused, None) if args.train == Train::All => {
+            let timed = time(args, &device, args.reps, || full(&options()?))?;
+            pipelined_step = pipelined(args.reps, &device, || full(&options()?))?;
+            timed
+        }
         (Implementation::Fused, None) => {
             let options = options()?;
             let mut part = || fused_step(&leaves, components, args.train, &options);
-            let [(times, loss), (whole, _)] = in_turn(args, args.reps, [&mut part, &mut || full(&options)])?;
+            let [(times, loss), (whole, _)] = in_turn(args, &device, args.reps, [&mut part, &mut || full(&options)])?;
             whole_step = Some((median(&whole), median(&times) / median(&whole)));
             (times, loss)
         }
         (Implementation::Composed, _) => {
-            time(args, args.reps, || composed_step(&leaves, components, args.forward_only))?
+            time(args, &device, args.reps, || composed_step(&leaves, components, args.forward_only))?
         }
         (Implementation::Gemm3, _) => {
             let mut products = products()?;
-            time(args, args.reps, || products.run())?
+            time(args, &device, args.reps, || products.run())?
         }
     };
-    device.synchronize()?;
     let peak = memory.extra_mib();
 
     let mut line = json!({
@@ -166,6 +173,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });
+    line["pipelined_seconds"] = json!(pipelined_step);
     if let Some((whole, ratio)) = whole_step {
         line["train"] = json!(name(&args.train));
         line["rank"] = json!(Some(args.rank).filter(|_| args.train == Train::Adapter));
@@ -185,13 +193,19 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let mut loss = || Ok(Some(mixture.loss(&leaves.targets, &options()?)?.value));
         let name = if args.forward_only { "gemm1_seconds" } else { "gemm3_seconds" };
         // On a GPU the products may need more memory than the step, since they hold all logits.
-        let in_turn =
-            products().and_then(|mut products| in_turn(args, args.reps.max(3), [&mut loss, &mut || products.run()]));
+        let in_turn = products().and_then(|mut products| {
+            let mut products = || products.run();
+            let timed = in_turn(args, &device, args.reps.max(3), [&mut loss, &mut products])?;
+            let pipelined = [pipelined(args.reps, &device, loss)?, pipelined(args.reps, &device, products)?];
+            Ok((timed, pipelined))
+        });
         match in_turn {
-            Ok([(mixture, _), (products, _)]) => {
+            Ok(([(mixture, _), (products, _)], pipelined)) => {
                 line["mixture_seconds"] = json!(median(&mixture));
                 line[name] = json!(median(&products));
                 line["mixture_over_products"] = json!(median(&mixture) / median(&products));
+                line["mixture_pipelined_seconds"] = json!(pipelined[0]);
+                line["products_pipelined_seconds"] = json!(pipelined[1]);
             }
             Err(error) => eprintln!("the matrix products alone: {error}"),
         }
@@ -249,14 +263,15 @@ fn budget_for_rows(
 type Seconds = (Vec<f64>, Option<f64>);
 
 /// Runs `step` repeatedly.
-fn time(args: &Args, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<Seconds> {
-    let [timed] = in_turn(args, reps, [&mut step])?;
+fn time(args: &Args, device: &Device, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<Seconds> {
+    let [timed] = in_turn(args, device, reps, [&mut step])?;
     Ok(timed)
 }
 
 /// Runs the steps in turn, so that what changes with time, such as the clock rate, changes for all.
 fn in_turn<const N: usize>(
     args: &Args,
+    device: &Device,
     reps: usize,
     mut steps: [&mut dyn FnMut() -> Result<Option<Tensor>>; N],
 ) -> Result<[Seconds; N]> {
@@ -265,9 +280,7 @@ fn in_turn<const N: usize>(
         for (step, (times, loss)) in steps.iter_mut().zip(&mut timed) {
             let start = Instant::now();
             let value = step()?;
-            if let Some(value) = &value {
-                value.device().synchronize()?;
-            }
+            device.synchronize()?;
             if rep >= args.warmup {
                 times.push(start.elapsed().as_secs_f64());
             }
@@ -277,6 +290,24 @@ fn in_turn<const N: usize>(
     }
     timed.iter_mut().for_each(|(times, _)| times.sort_by(f64::total_cmp));
     Ok(timed)
+}
+
+/// Returns the seconds of a step among `reps` on a GPU, between which nothing waits for it.
+fn pipelined(
+    reps: usize,
+    device: &Device,
+    mut step: impl FnMut() -> Result<Option<Tensor>>,
+) -> Result<Option<f64>> {
+    if device.is_cpu() {
+        return Ok(None);
+    }
+    device.synchronize()?;
+    let start = Instant::now();
+    for _ in 0..reps {
+        step()?;
+    }
+    device.synchronize()?;
+    Ok(Some(start.elapsed().as_secs_f64() / reps as f64))
 }
 
 fn median(times: &[f64]) -> f64 {

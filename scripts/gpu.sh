@@ -179,7 +179,7 @@ TABLE
 run_profile() {
     command -v ncu >/dev/null || { say "no ncu"; return 0; }
     local shape metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread
-    for shape in llm ptb; do
+    for shape in llm ptb wt2; do
         limited 60 ncu --clock-control none --csv --log-file "$out/ncu-$shape.csv" --metrics "$metrics" \
             "$folder/step_time" --shape "$shape" --dtype bf16 --device cuda --reps 1 --warmup 0 --step-only \
             >"$logs/ncu-$shape.log" 2>&1 || say "failed: ncu, $shape"

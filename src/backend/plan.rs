@@ -30,7 +30,6 @@ impl Planned {
 }
 
 /// The default budgets, in bytes or rows of logits, chosen by measurement (see `docs/measurements.md`).
-#[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
 pub(super) mod default {
     /// The least bytes of a chunk's rows for which the default budget on the CPU has room.
     pub(in crate::backend) const CPU_BYTES: usize = 32 << 20;
@@ -44,8 +43,6 @@ pub(super) mod default {
     pub(in crate::backend) const CPU_ROWS_OF_TILES: usize = 768;
     /// The most rows of a chunk on the CPU if it keeps no logits: its contexts stay in a cache while the decoder passes.
     pub(in crate::backend) const CPU_ROWS_WITHOUT_LOGITS: usize = 768;
-    /// The bytes of a chunk's logits on a GPU, which then stay in a second-level cache of 50 MiB.
-    pub(in crate::backend) const GPU_LOGITS: usize = 32 << 20;
 }
 
 /// The workspace that a backend needs, in bytes.

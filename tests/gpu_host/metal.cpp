@@ -52,6 +52,7 @@ static const machine::Kernel kernels[] = {
     KERNEL(mixture_log_probs_f16),
     KERNEL(mixture_log_probs_bf16),
     KERNEL(row_gradient_f32),
+    KERNEL(row_target_gradient_f32),
     KERNEL(widen_f16),
     KERNEL(widen_bf16),
     KERNEL(inner_products_f16),

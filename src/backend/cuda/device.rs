@@ -32,6 +32,8 @@ pub(in crate::backend) struct Cuda {
     blas: Rc<CudaBlas>,
     /// `[2]`: 0 and 1, as factors of products.
     constants: Tensor,
+    /// The bytes of memory of the GPU.
+    memory_bytes: usize,
 }
 
 impl Cuda {
@@ -76,7 +78,8 @@ impl Cuda {
             cublas_sys::cublasSetMathMode(handle, math).result().w()?;
         }
         let constants = Tensor::new(&[0f32, 1.0], &Device::Cuda(device.clone()))?;
-        Ok(Cuda { stream, kernels, blas: Rc::new(blas), constants })
+        let memory_bytes = stream.context().total_mem().w()?;
+        Ok(Cuda { stream, kernels, blas: Rc::new(blas), constants, memory_bytes })
     }
 }
 
@@ -111,6 +114,10 @@ unsafe impl DeviceRepr for ScoredArgument {}
 impl Gpu for Cuda {
     fn kind(&self) -> &'static GpuKind {
         &KIND
+    }
+
+    fn memory_bytes(&self) -> Option<usize> {
+        Some(self.memory_bytes)
     }
 
     fn address(&self, tensor: &Tensor) -> Result<u64> {
@@ -160,11 +167,12 @@ impl Gpu for Cuda {
         if product.m == 0 || product.n == 0 {
             return Ok(());
         }
-        let dtype = match product.lhs.dtype {
+        let data_type = |dtype| match dtype {
             DType::F16 => CUDA_R_16F,
             DType::BF16 => CUDA_R_16BF,
             _ => CUDA_R_32F,
         };
+        let dtype = data_type(product.lhs.dtype);
         let operation = |matrix: &DeviceMatrix| if matrix.is_transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
         let constants = self.address(&self.constants)?;
         let [zero, one] = [constants, constants + size_of::<f32>() as u64];
@@ -189,7 +197,7 @@ impl Gpu for Cuda {
                 product.lhs.stride as i32,
                 beta as *const _,
                 product.out as *mut _,
-                CUDA_R_32F,
+                data_type(product.out_dtype),
                 product.out_stride as i32,
                 CUBLAS_COMPUTE_32F,
                 CUBLAS_GEMM_DFALT,

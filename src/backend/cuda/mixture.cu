@@ -18,6 +18,7 @@ namespace functions {
 FUNCTION float minus_infinity() { return __int_as_float(0xff800000); }
 FUNCTION float not_a_number() { return __int_as_float(0x7fc00000); }
 FUNCTION float exponential(float x) { return expf(x); }
+FUNCTION float fast_exponential(float x) { return __expf(x); }
 FUNCTION float logarithm(float x) { return logf(x); }
 FUNCTION float hyperbolic_tangent(float x) { return tanhf(x); }
 FUNCTION float larger(float x, float y) { return fmaxf(x, y); }
@@ -109,6 +110,9 @@ KERNEL position_gradient_scales(const float *weights, const float *upstream, con
     KERNEL row_gradient_##name(Logits logits, Objective objective, Rows rows, Scored scored, const float *log_probs,   \
                                T *gradient) {                                                                          \
         functions::row_gradient(logits, objective, rows, scored, log_probs, gradient, INDICES);                        \
+    }                                                                                                                  \
+    KERNEL row_target_gradient_##name(Logits logits, Objective objective, Rows rows, T *gradient) {                    \
+        functions::row_target_gradient(logits, objective, rows, gradient, INDICES);                                    \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

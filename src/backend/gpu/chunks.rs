@@ -6,13 +6,14 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{LogitsArgument, ObjectiveArgument, Read, RowsArgument, Write};
+use super::columns::DeviceColumns;
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu};
 use super::kernels::{KernelArguments, MixtureLogProbsArguments, RowLogSumExpArguments, TopKArguments};
-use crate::backend::operands::{Operands, Sizes};
+use crate::backend::operands::Sizes;
 use crate::backend::plan::Planned;
 use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::{join, SharedRow};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// The operands of a mixture in device memory.
 pub(super) struct DeviceOperands {
@@ -23,50 +24,17 @@ pub(super) struct DeviceOperands {
     log_priors: Option<Buffer>,
     bias: Option<Buffer>,
     logit_scale: f32,
-    softcap: f32,
-}
-
-/// Some columns of the contexts and of the decoder: those of the weight, or those of the adapter.
-pub(super) struct DeviceColumns {
-    /// The number of columns.
-    pub(super) width: usize,
-    /// `[positions, K, width]`
-    pub(super) contexts: Buffer,
-    /// `[vocab, width]`
-    decoder: Buffer,
-    /// Whether `decoder` is `[width, vocab]`.
-    is_transposed: bool,
-}
-
-impl DeviceColumns {
-    /// The decoder `[vocab, width]`, or its transpose, as an operand of a product.
-    pub(super) fn decoder(&self, is_transposed: bool) -> DeviceMatrix {
-        let vocab = self.decoder.tensor.elem_count() / self.width;
-        let stride = if self.is_transposed { vocab } else { self.width };
-        DeviceMatrix { is_transposed: is_transposed != self.is_transposed, ..matrix(&self.decoder, 0, stride) }
-    }
+    pub(super) softcap: f32,
 }
 
 impl DeviceOperands {
-    /// The operands as buffers; those that are not contiguous are copied.
-    fn new<G: Gpu>(gpu: &G, operands: &Operands) -> Result<Self> {
-        let (weight, weight_is_transposed) = match operands.stored_weight()? {
-            stored @ (_, false) => stored,
-            stored if gpu.kind().reads_transposed => stored,
-            _ => (operands.weight.contiguous()?, false),
-        };
-        let columns = |columns: Range<usize>, decoder, is_transposed| {
-            let contexts = operands.contexts.narrow(2, columns.start, columns.len())?;
-            let (contexts, decoder) = (Buffer::new(gpu, contexts)?, Buffer::new(gpu, decoder)?);
-            Ok::<_, Error>(DeviceColumns { width: columns.len(), contexts, decoder, is_transposed })
-        };
-        let adapter_columns = operands.adapter_columns()?;
-        let weight = columns(0..adapter_columns.start, weight, weight_is_transposed)?;
-        let adapter = operands.adapter.clone().map(|adapter| columns(adapter_columns, adapter, false)).transpose()?;
+    /// The operands as buffers.
+    fn new<G: Gpu>(gpu: &G, planned: &Planned) -> Result<Self> {
+        let operands = &planned.operands;
         Ok(DeviceOperands {
             sizes: operands.sizes,
             dtype: operands.contexts.dtype(),
-            columns: std::iter::once(weight).chain(adapter).collect(),
+            columns: DeviceColumns::all(gpu, planned)?,
             log_priors: Buffer::from_option(gpu, &operands.log_priors)?,
             bias: Buffer::from_option(gpu, &operands.bias)?,
             logit_scale: operands.logit_scale as f32,
@@ -133,22 +101,22 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let Planned { operands, plan, .. } = planned;
         let stride = operands.sizes.vocab.next_multiple_of(ROW_ALIGN);
         let rows = plan.rows_per_chunk.max(1);
-        let zeros = |n| Buffer::zeros(gpu, n, DType::F32, operands.contexts.device());
+        let unwritten = |n| Buffer::unwritten(gpu, n, DType::F32, operands.contexts.device());
         Ok(Chunks {
             gpu,
             planned,
-            inputs: DeviceOperands::new(gpu, operands)?,
+            inputs: DeviceOperands::new(gpu, planned)?,
             stride,
             rows_per_chunk: rows,
-            logits: zeros(rows * stride)?,
-            row_values: zeros(ROW_VALUES * rows)?,
+            logits: unwritten(rows * stride)?,
+            row_values: unwritten(ROW_VALUES * rows)?,
         })
     }
 
     /// A buffer for the log-probabilities of a chunk's positions, `[positions of a chunk, stride]`.
     pub(super) fn log_prob_rows(&self) -> Result<Buffer> {
         let elements = self.rows_per_chunk / self.inputs.sizes.components * self.stride;
-        Buffer::zeros(self.gpu, elements, DType::F32, self.logits.tensor.device())
+        Buffer::unwritten(self.gpu, elements, DType::F32, self.logits.tensor.device())
     }
 
     /// The arguments of the chunk that has the given positions, without an objective.
@@ -182,10 +150,11 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             self.gpu.multiply(&DeviceProduct {
                 m: rows.len(),
                 n: self.inputs.sizes.vocab,
-                k: columns.width,
-                lhs: matrix(&columns.contexts, rows.start, columns.width),
+                k: columns.stride,
+                lhs: matrix(&columns.contexts, rows.start, columns.stride),
                 rhs: columns.decoder(true),
                 out: self.logits.at(0),
+                out_dtype: DType::F32,
                 out_stride: self.stride,
                 alpha: None,
                 accumulates: i > 0,

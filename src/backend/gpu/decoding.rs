@@ -37,12 +37,13 @@ pub(in crate::backend) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize) 
 pub(super) fn ranked<G: Gpu>(gpu: &G, planned: &Planned, k: usize) -> Result<(Tensor, Tensor)> {
     let Planned { operands, plan, .. } = planned;
     let positions = operands.sizes.positions;
-    let zeros = |dtype| Buffer::new(gpu, Tensor::zeros((positions.max(1), k), dtype, operands.contexts.device())?);
-    let (ids, log_probs) = (zeros(DType::U32)?, zeros(DType::F32)?);
+    let unwritten = |dtype| Buffer::unwritten(gpu, positions * k, dtype, operands.contexts.device());
+    let (ids, log_probs) = (unwritten(DType::U32)?, unwritten(DType::F32)?);
     let chunks = Chunks::new(gpu, planned)?;
     let all_log_probs = chunks.log_prob_rows()?;
     plan.chunks().try_for_each(|positions| chunks.top_k(positions, k, &all_log_probs, &ids, &log_probs))?;
-    Ok((ids.tensor.narrow(0, 0, positions)?, log_probs.tensor.narrow(0, 0, positions)?))
+    let shaped = |buffer: Buffer| buffer.tensor.narrow(0, 0, positions * k)?.reshape((positions, k));
+    Ok((shaped(ids)?, shaped(log_probs)?))
 }
 
 /// Reads the log-probabilities of all ids, and answers the query on the host.

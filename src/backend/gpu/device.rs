@@ -11,6 +11,10 @@ use crate::error::Result;
 pub(in crate::backend) trait Gpu {
     /// The properties of this kind of GPU.
     fn kind(&self) -> &'static GpuKind;
+    /// The bytes of memory of the device, if they are known.
+    fn memory_bytes(&self) -> Option<usize> {
+        None
+    }
     /// Returns the address of the first element of a contiguous tensor, in bytes, which is never zero. It is valid as
     /// long as the tensor lives.
     fn address(&self, tensor: &Tensor) -> Result<u64>;
@@ -27,15 +31,21 @@ pub(in crate::backend) struct GpuKind {
     pub(in crate::backend) kernels: Kernels,
     /// Whether products take the gradient of the logits in f32 even if the other operands are in half precision.
     pub(in crate::backend) needs_f32_gradient: bool,
+    /// Whether products can round their results to the dtype of the operands.
+    pub(in crate::backend) rounds_products: bool,
+    /// Products are faster if the rows of their operands in half precision are a multiple of this many elements.
+    pub(in crate::backend) half_row_align: usize,
     /// Whether products can read a decoder that is stored as its transpose. If not, it is copied.
     pub(in crate::backend) reads_transposed: bool,
     /// The workspace of products whose operands have these sizes and this dtype.
     pub(in crate::backend) product_bytes: fn(Sizes, DType) -> ProductBytes,
     /// The factor by which an allocation may exceed the requested bytes.
     pub(in crate::backend) allocation_factor: usize,
+    /// The bytes of logits for which a chunk has room by default.
+    pub(in crate::backend) default_logit_bytes: usize,
     /// The least rows of a chunk by default. With fewer, the matrix products are inefficient.
     pub(in crate::backend) least_default_rows: usize,
-    /// The most bytes of workspace by default, as requested.
+    /// The most bytes of workspace by default, as requested, if the memory of the device is not known.
     pub(in crate::backend) most_default_bytes: usize,
 }
 
@@ -47,6 +57,16 @@ pub(in crate::backend) struct ProductBytes {
 }
 
 impl GpuKind {
+    /// The dtype in which products write the gradients of operands of this dtype, if nothing is added to them. Those of
+    /// f16 stay in f32, because they may become large enough for f16 only when they are multiplied by a loss scale.
+    pub(super) fn product_dtype(&self, dtype: DType) -> DType {
+        if self.rounds_products && dtype == DType::BF16 {
+            DType::BF16
+        } else {
+            DType::F32
+        }
+    }
+
     /// The dtype of the gradient of the logits as an operand of products.
     pub(super) fn gradient_dtype(&self, dtype: DType) -> DType {
         if self.needs_f32_gradient {
@@ -74,6 +94,17 @@ impl Buffer {
     /// A buffer of `n` zeros, or of one if `n` is zero.
     pub(super) fn zeros<G: Gpu>(gpu: &G, n: usize, dtype: DType, device: &Device) -> Result<Self> {
         Self::new(gpu, Tensor::zeros(n.max(1), dtype, device)?)
+    }
+
+    /// A buffer of `n` elements that kernels or products write before anything reads them, or of one zero if `n` is
+    /// zero.
+    pub(super) fn unwritten<G: Gpu>(gpu: &G, n: usize, dtype: DType, device: &Device) -> Result<Self> {
+        if n == 0 {
+            return Self::zeros(gpu, n, dtype, device);
+        }
+        // SAFETY: the element types are numbers, of which all bits are values, and the callers' kernels write them
+        // before anything reads them, which the emulated devices check.
+        Self::new(gpu, unsafe { Tensor::empty(n, dtype, device) }?)
     }
 
     /// The buffer of an optional tensor.
@@ -114,8 +145,10 @@ pub(in crate::backend) struct DeviceProduct {
     pub(in crate::backend) k: usize,
     pub(in crate::backend) lhs: DeviceMatrix,
     pub(in crate::backend) rhs: DeviceMatrix,
-    /// The address of an f32 matrix, `out_stride` elements from one row to the next.
+    /// The address of a matrix, `out_stride` elements from one row to the next.
     pub(in crate::backend) out: u64,
+    /// f32, or the dtype of the operands if [`GpuKind::rounds_products`].
+    pub(in crate::backend) out_dtype: DType,
     pub(in crate::backend) out_stride: usize,
     /// The address of an f32 scalar in device memory. `None` is 1, and the only value if
     /// [`GpuKind::needs_f32_gradient`].

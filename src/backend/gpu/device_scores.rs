@@ -50,7 +50,7 @@ impl DeviceScores {
         let (gpu, device) = (chunks.gpu, chunks.logits.tensor.device());
         let n = scored.token_ids.dim(1)?;
         let stride = values_per_position(n, components);
-        let zeros = |n| Buffer::zeros(gpu, n, DType::F32, device);
+        let unwritten = |n| Buffer::unwritten(gpu, n, DType::F32, device);
         // A GPU cannot launch zero blocks, not even to convert a dtype.
         let candidates = match positions * n {
             0 => Tensor::zeros(1, DType::I64, device)?,
@@ -62,11 +62,11 @@ impl DeviceScores {
             stride,
             needs: i64::from(scored.needs_entropy) + 2 * i64::from(scored.needs_outside),
             power: (1.0 / scored.temperature) as f32,
-            values: zeros(chunks.rows_per_chunk / components * stride)?,
+            values: unwritten(chunks.rows_per_chunk / components * stride)?,
             log_probs: scored.needs_all_ids().then(|| chunks.log_prob_rows()).transpose()?,
-            scores: zeros(positions * (n + POSITION_SCORES))?,
-            argmax: scored.needs_argmax.then(|| Buffer::zeros(gpu, positions, DType::U32, device)).transpose()?,
-            mass_bounds: zeros(positions)?,
+            scores: unwritten(positions * (n + POSITION_SCORES))?,
+            argmax: scored.needs_argmax.then(|| Buffer::unwritten(gpu, positions, DType::U32, device)).transpose()?,
+            mass_bounds: unwritten(positions)?,
         })
     }
 

@@ -3,7 +3,8 @@
 
 use candle_core::{DType, Tensor};
 
-use super::chunks::{matrix, Chunks, DeviceColumns};
+use super::chunks::{matrix, Chunks};
+use super::columns::DeviceColumns;
 use super::device::{Buffer, DeviceMatrix, Gpu};
 use crate::backend::operands::Sizes;
 use crate::error::Result;
@@ -36,29 +37,59 @@ pub(super) enum LogitGradient {
 }
 
 /// The gradient of the bias: the sum of the rows of the logits' gradient, computed as a product with ones.
-pub(super) struct BiasGradient {
-    pub(super) sum: Buffer,
-    /// `[rows of a chunk]`, in the dtype of the products.
-    pub(super) ones: Buffer,
+pub(super) enum BiasGradient {
+    /// The ones are a column of the contexts, so that the product is part of the decoder's gradient.
+    Column,
+    /// The product is one of its own.
+    Product {
+        sum: Buffer,
+        /// `[rows of a chunk]`, in the dtype of the products.
+        ones: Buffer,
+    },
+}
+
+/// Whether something is added to the gradients after the chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sums {
+    /// Nothing is: products may round them to the dtype of the operands.
+    Final,
+    /// Something is, so that they are in f32.
+    Continued,
 }
 
 impl DeviceGradients {
-    /// Zeros for the gradients that are needed; the weight's starts from `so_far`.
-    pub(super) fn new<G: Gpu>(chunks: &Chunks<'_, G>, has_own_targets: bool, so_far: Option<Tensor>) -> Result<Self> {
+    /// Memory for the gradients that are needed; the weight's starts from `so_far`.
+    pub(super) fn new<G: Gpu>(
+        chunks: &Chunks<'_, G>,
+        has_own_targets: bool,
+        sums: Sums,
+        so_far: Option<Tensor>,
+    ) -> Result<Self> {
         let Chunks { gpu, planned, inputs, stride, rows_per_chunk: rows, .. } = chunks;
         let needs_grad = planned.needs_grad;
         let Sizes { positions, components, vocab, .. } = inputs.sizes;
         let device = chunks.logits.tensor.device();
         let dtype = gpu.kind().gradient_dtype(inputs.dtype);
-        let zeros = |n, dtype| Buffer::zeros(*gpu, n, dtype, device);
-        let optional = |is_needed: bool, n| is_needed.then(|| zeros(n, DType::F32)).transpose();
+        let unwritten = |n, dtype| Buffer::unwritten(*gpu, n, dtype, device);
+        let optional = |is_needed: bool, n, dtype| is_needed.then(|| unwritten(n, dtype)).transpose();
+        // Without positions there is no chunk, which would write them.
+        let written_by_chunks = |n, dtype| match positions {
+            0 => Buffer::zeros(*gpu, n, dtype, device),
+            _ => unwritten(n, dtype),
+        };
+        let result_dtype = match sums {
+            Sums::Final => gpu.kind().product_dtype(inputs.dtype),
+            Sums::Continued => DType::F32,
+        };
+        let has_one_chunk = planned.plan.positions_per_chunk >= positions;
+        let decoder_dtype = if has_one_chunk { result_dtype } else { DType::F32 };
         let column_gradient = |(columns, (is_needed, so_far)): (&DeviceColumns, (bool, Option<Tensor>))| {
             Ok(DeviceColumnGradient {
-                contexts: optional(needs_grad.contexts, positions * components * columns.width)?,
+                contexts: optional(needs_grad.contexts, positions * components * columns.stride, result_dtype)?,
                 has_so_far: so_far.is_some(),
                 decoder: match so_far {
-                    Some(so_far) => Some(Buffer::new(*gpu, so_far.to_dtype(DType::F32)?.flatten_all()?.contiguous()?)?),
-                    None => optional(is_needed, vocab * columns.width)?,
+                    Some(so_far) => Some(Buffer::new(*gpu, columns.padded_gradient(&so_far.to_dtype(DType::F32)?)?)?),
+                    None => is_needed.then(|| written_by_chunks(vocab * columns.stride, decoder_dtype)).transpose()?,
                 },
             })
         };
@@ -66,18 +97,18 @@ impl DeviceGradients {
         Ok(DeviceGradients {
             logits: match dtype {
                 DType::F32 => LogitGradient::InPlace,
-                _ => LogitGradient::Separate(zeros(rows * stride, dtype)?),
+                _ => LogitGradient::Separate(unwritten(rows * stride, dtype)?),
             },
             columns: inputs.columns.iter().zip(decoders).map(column_gradient).collect::<Result<_>>()?,
-            log_priors: zeros(positions * components, DType::F32)?,
-            own: optional(has_own_targets, positions * components)?,
-            bias: if needs_grad.bias {
-                Some(BiasGradient {
-                    sum: zeros(vocab, DType::F32)?,
+            log_priors: unwritten(positions * components, DType::F32)?,
+            own: optional(has_own_targets, positions * components, DType::F32)?,
+            bias: match needs_grad.bias {
+                true if inputs.columns[0].has_ones => Some(BiasGradient::Column),
+                true => Some(BiasGradient::Product {
+                    sum: written_by_chunks(vocab, DType::F32)?,
                     ones: Buffer::new(*gpu, Tensor::ones(*rows, dtype, device)?)?,
-                })
-            } else {
-                None
+                }),
+                false => None,
             },
         })
     }

@@ -158,6 +158,12 @@ kernels! {
         log_probs: Read,
         gradient: Write,
     }
+    row_target_gradient(RowTargetGradientArguments) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        gradient: Write,
+    }
 }
 
 // In targets.h:

@@ -13,7 +13,7 @@ use crate::error::Result;
 /// Computes the log-probabilities of all ids, `[positions, vocab]` in `dtype`.
 pub(in crate::backend) fn log_probs<G: Gpu>(gpu: &G, planned: &Planned, dtype: DType) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = planned.operands.sizes;
-    let to = Buffer::zeros(gpu, positions * vocab, dtype, planned.device())?;
+    let to = Buffer::unwritten(gpu, positions * vocab, dtype, planned.device())?;
     let chunks = Chunks::new(gpu, planned)?;
     planned.plan.chunks().try_for_each(|positions| chunks.log_probs(positions, &to))?;
     Ok(to.tensor.narrow(0, 0, positions * vocab)?.reshape((positions, vocab))?)

@@ -7,6 +7,7 @@ use candle_core::{DType, Tensor};
 use super::chunks::Chunks;
 use super::device::{Buffer, Gpu};
 use super::device_scores::DeviceScores;
+use super::gradients::Sums;
 use super::log_probs::log_probs;
 use super::loss_chunks::{DeviceTargets, LossChunks};
 use super::objective::DeviceObjective;
@@ -23,7 +24,7 @@ use crate::error::{Error, Result};
 pub(in crate::backend) fn loss<G: Gpu>(gpu: &G, planned: &Planned, objective: &Objective) -> Result<LossResults> {
     match objective {
         Objective::Targets(loss) => target_loss(gpu, planned, loss),
-        Objective::LogProbs { upstream } => log_prob_gradients(gpu, planned, upstream),
+        Objective::LogProbs { upstream } => log_prob_gradients(gpu, planned, upstream, Sums::Final),
         Objective::Scores { scored, terms } => score_loss(gpu, planned, scored, terms),
         Objective::AllLogProbs(terms) => log_prob_loss(gpu, planned, terms),
     }
@@ -41,7 +42,8 @@ fn target_loss<G: Gpu>(gpu: &G, planned: &Planned, loss: &TargetLoss) -> Result<
         (None, None) if objective.has_soft_masses() => DeviceTargets::Soft(chunks.log_prob_rows()?),
         (None, None) => DeviceTargets::Hard,
     };
-    let mut chunks = LossChunks::new(chunks, objective, targets, loss.so_far.as_ref())?;
+    let sums = if own.is_some() || loss.shard.is_some() { Sums::Continued } else { Sums::Final };
+    let mut chunks = LossChunks::new(chunks, objective, targets, sums, loss.so_far.as_ref())?;
     chunks.run_loss(planned)?;
 
     let results = chunks.results()?;
@@ -59,11 +61,11 @@ fn target_loss<G: Gpu>(gpu: &G, planned: &Planned, loss: &TargetLoss) -> Result<
 }
 
 /// Computes the gradients of the inner product of log-probabilities and `upstream`.
-fn log_prob_gradients<G: Gpu>(gpu: &G, planned: &Planned, upstream: &Tensor) -> Result<LossResults> {
+fn log_prob_gradients<G: Gpu>(gpu: &G, planned: &Planned, upstream: &Tensor, sums: Sums) -> Result<LossResults> {
     let objective = DeviceObjective::from_upstream(gpu, upstream, &planned.operands)?;
     let chunks = Chunks::new(gpu, planned)?;
     let targets = DeviceTargets::Soft(chunks.log_prob_rows()?);
-    let mut chunks = LossChunks::new(chunks, objective, targets, None)?;
+    let mut chunks = LossChunks::new(chunks, objective, targets, sums, None)?;
     chunks.run_loss(planned)?;
     let results = chunks.results()?;
     Ok(LossResults { gradients: chunks.into_gradients()?, ..results })
@@ -75,7 +77,7 @@ fn score_loss<G: Gpu>(gpu: &G, planned: &Planned, scored: &Scored, terms: &Score
     let chunks = Chunks::new(gpu, planned)?;
     let scores = DeviceScores::new(&chunks, scored)?;
     let objective = DeviceObjective::from_scores(gpu, scored, operands)?;
-    let mut loss = LossChunks::new(chunks, objective, DeviceTargets::Scored(&scores), None)?;
+    let mut loss = LossChunks::new(chunks, objective, DeviceTargets::Scored(&scores), Sums::Final, None)?;
     let mut values = Vec::new();
     for positions in plan.chunks() {
         loss.first_product(positions.clone())?;
@@ -113,7 +115,7 @@ fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Re
     if operands.sizes.positions == 0 {
         let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device);
         let upstream = zeros(&[0, operands.sizes.vocab])?;
-        let gradients = log_prob_gradients(gpu, planned, &upstream)?.gradients;
+        let gradients = log_prob_gradients(gpu, planned, &upstream, Sums::Continued)?.gradients;
         let (objective, nll, sum, count) = (zeros(&[0])?, zeros(&[0])?, zeros(&[])?, zeros(&[])?);
         return Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients });
     }
@@ -124,7 +126,7 @@ fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Re
             plan(gpu, &operands, Task::LogProbs { needs_grad: *needs_grad }, Some(planned.plan.budget_bytes))?;
         let (values, upstream) = terms(positions, log_probs(gpu, &planned, DType::F32)?)?;
         let gradients = if needs_grad.any() {
-            log_prob_gradients(gpu, &planned, &upstream)?.gradients
+            log_prob_gradients(gpu, &planned, &upstream, Sums::Continued)?.gradients
         } else {
             Gradients::default()
         };

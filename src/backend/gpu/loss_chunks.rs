@@ -8,9 +8,10 @@ use super::arguments::{Read, RowsArgument, ScoredArgument, Write};
 use super::chunks::{is_argmax, matrix, ChunkArguments, Chunks, LogProbRows, MixtureResults};
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
 use super::device_scores::DeviceScores;
-use super::gradients::{BiasGradient, DeviceGradients};
+use super::gradients::{BiasGradient, DeviceGradients, Sums};
 use super::kernels::{
     KernelArguments, PositionGradientsArguments, PositionLossArguments, RowGradientArguments, RowSoftMassArguments,
+    RowTargetGradientArguments,
 };
 use super::objective::DeviceObjective;
 use super::shared_targets::SharedTargets;
@@ -74,26 +75,27 @@ struct DeviceResults {
 }
 
 impl<'a, G: Gpu> LossChunks<'a, G> {
-    /// The results and gradients, all zero. The weight's gradient starts from `so_far`, if there is one.
+    /// Memory for the results and gradients. The weight's gradient starts from `so_far`, if there is one.
     pub(super) fn new(
         chunks: Chunks<'a, G>,
         objective: DeviceObjective,
         targets: DeviceTargets<'a>,
+        sums: Sums,
         so_far: Option<&GradientSoFar>,
     ) -> Result<Self> {
         let needs_grad = chunks.planned.needs_grad;
-        let positions = chunks.inputs.sizes.positions.max(1);
-        let zeros = |n, dtype| Buffer::zeros(chunks.gpu, n, dtype, chunks.logits.tensor.device());
+        let positions = chunks.inputs.sizes.positions;
+        let unwritten = |n, dtype| Buffer::unwritten(chunks.gpu, n, dtype, chunks.logits.tensor.device());
         let gradients = || {
             let so_far = so_far.filter(|_| needs_grad.weight).and_then(GradientSoFar::take);
             let has_own_targets = matches!(targets, DeviceTargets::Own(_));
-            DeviceGradients::new(&chunks, has_own_targets, so_far)
+            DeviceGradients::new(&chunks, has_own_targets, sums, so_far)
         };
         Ok(LossChunks {
             results: DeviceResults {
-                nll: zeros(positions, DType::F32)?,
-                losses: zeros(positions, DType::F32)?,
-                argmax: zeros(positions, DType::U32)?,
+                nll: unwritten(positions, DType::F32)?,
+                losses: unwritten(positions, DType::F32)?,
+                argmax: unwritten(positions, DType::U32)?,
             },
             gradients: needs_grad.any().then(gradients).transpose()?,
             targets,
@@ -148,10 +150,18 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         };
         let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
         let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
-        let (mut contexts, mut decoder) = (Vec::new(), Vec::new());
+        let (mut contexts, mut decoder, mut bias) = (Vec::new(), Vec::new(), None);
         for (columns, gradient) in self.chunks.inputs.columns.iter().zip(gradients.columns) {
-            contexts.extend(shaped(gradient.contexts, &[positions, components, columns.width])?);
-            decoder.push(shaped(gradient.decoder, &[vocab, columns.width])?);
+            let padded = shaped(gradient.contexts, &[positions, components, columns.stride])?;
+            contexts.extend(padded.map(|padded| columns.without_padding(&padded)).transpose()?);
+            let padded = shaped(gradient.decoder, &[vocab, columns.stride])?;
+            if let (Some(padded), true) = (&padded, columns.has_ones) {
+                bias = Some(columns.bias_gradient(padded)?);
+            }
+            decoder.push(padded.map(|padded| columns.without_padding(&padded)).transpose()?);
+        }
+        if let Some(BiasGradient::Product { sum, .. }) = gradients.bias {
+            bias = shaped(Some(sum), &[vocab])?;
         }
         let mut decoder = decoder.into_iter();
         Ok(Gradients {
@@ -159,7 +169,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             log_priors: log_priors.filter(|_| self.chunks.planned.needs_grad.log_priors).map(scaled).transpose()?,
             weight: decoder.next().flatten(),
             adapter: decoder.next().flatten(),
-            bias: shaped(gradients.bias.map(|bias| bias.sum), &[vocab])?,
+            bias,
         })
     }
 
@@ -224,6 +234,11 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         };
         arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))?;
         let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
+        if self.has_only_targets() && self.chunks.inputs.softcap == 0.0 {
+            let arguments =
+                RowTargetGradientArguments { logits, objective, rows: row_values, gradient: Write(address) };
+            return arguments.launch_for(self.chunks.gpu, dtype, rows.len());
+        }
         let arguments = RowGradientArguments {
             logits,
             objective,
@@ -236,18 +251,30 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     }
 
     /// Adds the chunk's rows to the gradient of the bias.
-    fn bias_gradient(&self, positions: &Range<usize>, logits: DeviceMatrix, bias: &BiasGradient) -> Result<()> {
+    fn bias_gradient(
+        &self,
+        positions: &Range<usize>,
+        gradients: &DeviceGradients,
+        sum: &Buffer,
+        ones: &Buffer,
+    ) -> Result<()> {
         self.chunks.gpu.multiply(&DeviceProduct {
             m: self.chunks.inputs.sizes.vocab,
             n: 1,
             k: self.chunks.inputs.rows(positions).len(),
-            lhs: DeviceMatrix { is_transposed: true, ..logits },
-            rhs: matrix(&bias.ones, 0, 1),
-            out: bias.sum.at(0),
+            lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
+            rhs: matrix(ones, 0, 1),
+            out: sum.at(0),
+            out_dtype: DType::F32,
             out_stride: 1,
             alpha: self.objective.alpha(),
             accumulates: positions.start > 0,
         })
+    }
+
+    /// Whether no id has mass but targets.
+    fn has_only_targets(&self) -> bool {
+        !matches!(self.targets, DeviceTargets::Soft(_) | DeviceTargets::Scored(_))
     }
 
     /// The log-probabilities of all ids of a chunk's positions, if masses depend on them.
@@ -271,8 +298,8 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let Some(gradients) = &self.gradients else { return Ok(()) };
         self.row_gradients(&positions, gradients)?;
         match &gradients.bias {
-            Some(bias) => self.bias_gradient(&positions, gradients.logit_matrix(&self.chunks), bias),
-            None => Ok(()),
+            Some(BiasGradient::Product { sum, ones }) => self.bias_gradient(&positions, gradients, sum, ones),
+            Some(BiasGradient::Column) | None => Ok(()),
         }
     }
 
@@ -284,12 +311,13 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
             let Some(contexts) = &gradient.contexts else { continue };
             gpu.multiply(&DeviceProduct {
                 m: rows.len(),
-                n: columns.width,
+                n: columns.stride,
                 k: inputs.sizes.vocab,
                 lhs: gradients.logit_matrix(&self.chunks),
                 rhs: columns.decoder(false),
-                out: contexts.at(rows.start * columns.width),
-                out_stride: columns.width,
+                out: contexts.at(rows.start * columns.stride),
+                out_dtype: contexts.tensor.dtype(),
+                out_stride: columns.stride,
                 alpha: self.objective.alpha(),
                 accumulates: false,
             })?;
@@ -305,12 +333,13 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
             let Some(decoder) = &gradient.decoder else { continue };
             gpu.multiply(&DeviceProduct {
                 m: inputs.sizes.vocab,
-                n: columns.width,
+                n: columns.stride,
                 k: rows.len(),
                 lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
-                rhs: matrix(&columns.contexts, rows.start, columns.width),
+                rhs: matrix(&columns.contexts, rows.start, columns.stride),
                 out: decoder.at(0),
-                out_stride: columns.width,
+                out_dtype: decoder.tensor.dtype(),
+                out_stride: columns.stride,
                 alpha: self.objective.alpha(),
                 // If it does not accumulate, the first chunk overwrites.
                 accumulates: positions.start > 0 || gradient.has_so_far,

@@ -7,6 +7,7 @@
 
 pub(super) mod arguments;
 mod chunks;
+mod columns;
 mod decoding;
 pub(super) mod device;
 mod device_scores;

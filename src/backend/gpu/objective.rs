@@ -91,7 +91,7 @@ impl DeviceObjective {
         let device = operands.contexts.device();
         let factor = Tensor::full(1.0 / scored.temperature as f32, (), device)?;
         Ok(DeviceObjective {
-            scales: Some(Buffer::zeros(gpu, operands.sizes.positions, DType::F32, device)?),
+            scales: Some(Buffer::unwritten(gpu, operands.sizes.positions, DType::F32, device)?),
             ..Self::new(gpu, LossTerms::default(), factor, operands)?
         })
     }

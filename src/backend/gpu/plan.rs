@@ -7,8 +7,11 @@ use super::device::Gpu;
 use super::device_scores::values_per_position;
 use crate::backend::objective::Task;
 use crate::backend::operands::{Operands, Sizes};
-use crate::backend::plan::{default, Computation, Needs, Plan, Planned};
+use crate::backend::plan::{Computation, Needs, Plan, Planned};
 use crate::error::{Error, Result};
+
+/// The workspace takes at most one part of this many of a device's memory by default.
+const MEMORY_SHARE: usize = 8;
 
 /// Makes the plan of a task, for operands in f16, bf16 or f32.
 pub(in crate::backend) fn plan<G: Gpu>(
@@ -43,13 +46,15 @@ pub(in crate::backend) fn plan<G: Gpu>(
     let log_probs = if needs_log_probs { stride * f32_size } else { 0 };
     let per_position = kind.allocation_factor * (components * row + log_probs + scores);
     let fixed = kind.allocation_factor * (vocab * f32_size + products.fixed);
-    let cached_rows = default::GPU_LOGITS / (stride * f32_size);
-    let positions = cached_rows.max(kind.least_default_rows).div_ceil(components);
+    let rows = (kind.default_logit_bytes / (stride * f32_size)).max(kind.least_default_rows);
+    let positions = rows.div_ceil(components);
+    // Of the whole memory, not of what is free: the chunks, and with them the bits of a result, would vary.
+    let most_bytes = gpu.memory_bytes().map_or(kind.most_default_bytes, |bytes| bytes / MEMORY_SHARE);
     let needs = Needs {
         per_position,
         fixed,
         per_thread: 0,
-        default_budget: (fixed + positions * per_position).min(kind.allocation_factor * kind.most_default_bytes),
+        default_budget: (fixed + positions * per_position).min(kind.allocation_factor * most_bytes),
         most_positions: usize::MAX,
         keeps_logits: true,
         computation: Computation::TwoPasses,

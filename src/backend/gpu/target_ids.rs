@@ -41,9 +41,10 @@ impl DeviceTargetIds {
             if positions == 0 { Tensor::zeros(1, DType::I64, device)? } else { loss.targets.to_dtype(DType::I64)? };
         let targets = Buffer::new(gpu, targets)?;
         let position_weights = Buffer::from_option(gpu, &loss.position_weights)?;
-        let ids = Buffer::new(gpu, Tensor::full(u32::MAX, positions.max(1), device)?)?;
-        let zeros = || Buffer::zeros(gpu, positions, DType::F32, device);
-        let (hard, weights, counts) = (zeros()?, zeros()?, zeros()?);
+        let unwritten = |dtype| Buffer::unwritten(gpu, positions, dtype, device);
+        let ids = unwritten(DType::U32)?;
+        let [hard, weights, counts] = [DType::F32; 3].map(unwritten);
+        let (hard, weights, counts) = (hard?, weights?, counts?);
         let arguments = PositionTargetsArguments {
             targets: Read(targets.at(0)),
             position_weights: Read(Buffer::or_null(&position_weights)),
@@ -82,7 +83,7 @@ impl GradientScales {
         class_weights: &Option<Buffer>,
     ) -> Result<Self> {
         let positions = loss.targets.elem_count();
-        let scales = Buffer::zeros(gpu, positions, DType::F32, loss.targets.device())?;
+        let scales = Buffer::unwritten(gpu, positions, DType::F32, loss.targets.device())?;
         let upstream = counted_upstream(gpu, loss, targets)?;
         let common_scale = common_scale(loss, targets, &upstream)?;
         let largest_weight = Buffer::new(gpu, weight_bound(targets, class_weights)?)?;

@@ -328,9 +328,15 @@ impl EmulatedGpu {
             for j in 0..p.n {
                 let sum: f32 = (0..p.k).map(|l| at(&p.lhs, i, l) * at(&p.rhs, l, j)).sum();
                 let index = i * p.out_stride + j;
-                let before = if p.accumulates { read(p.out, index, DType::F32) } else { 0.0 };
+                let before = if p.accumulates { read(p.out, index, p.out_dtype) } else { 0.0 };
+                let result = alpha * sum + before;
                 // SAFETY: the product's matrices are in tensors of the chunks.
-                unsafe { *(p.out as *mut f32).add(index) = alpha * sum + before };
+                unsafe {
+                    match p.out_dtype {
+                        DType::BF16 => *(p.out as *mut bf16).add(index) = bf16::from_f32(result),
+                        _ => *(p.out as *mut f32).add(index) = result,
+                    }
+                }
             }
         }
         self.write_back();

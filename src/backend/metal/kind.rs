@@ -19,9 +19,12 @@ pub(in crate::backend) fn source() -> String {
 pub(in crate::backend) const KIND: GpuKind = GpuKind {
     kernels: Kernels::Metal,
     needs_f32_gradient: true,
+    rounds_products: false,
+    half_row_align: 1,
     reads_transposed: false,
     product_bytes: f32_products::product_bytes,
     allocation_factor: 2,
+    default_logit_bytes: 32 << 20,
     least_default_rows: 512,
     most_default_bytes: 256 << 20,
 };

@@ -29,6 +29,7 @@ namespace functions {
 FUNCTION float minus_infinity() { return as_type<float>(0xff800000u); }
 FUNCTION float not_a_number() { return as_type<float>(0x7fc00000u); }
 FUNCTION float exponential(float x) { return precise::exp(x); }
+FUNCTION float fast_exponential(float x) { return fast::exp(x); }
 FUNCTION float logarithm(float x) { return precise::log(x); }
 FUNCTION float hyperbolic_tangent(float x) { return precise::tanh(x); }
 FUNCTION float larger(float x, float y) { return fmax(x, y); }
@@ -222,6 +223,10 @@ KERNEL row_gradient_f32(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log
                         INDICES) {
     functions::row_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs), gradient,
                             block, tid);
+}
+
+KERNEL row_target_gradient_f32(LOGITS, OBJECTIVE, ROWS, device float *gradient, INDICES) {
+    functions::row_target_gradient(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), gradient, block, tid);
 }
 
 #define FOR_HALF_TYPE(name, T)                                                                                         \

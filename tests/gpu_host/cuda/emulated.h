@@ -46,6 +46,9 @@ static const Indices<3> blockIdx{};
 static const Indices<6> blockDim{};
 static const Indices<9> gridDim{};
 
+// The C library has a function of this name.
+#define __expf(x) expf(x)
+
 static inline void __syncthreads() { emulated_barrier(); }
 template <typename T> static inline T __shfl_xor_sync(unsigned mask, T value, int lane, int width = 32) {
     if (mask != 0xffffffff || width != 32) emulated_fail("a shuffle of a part of a warp");

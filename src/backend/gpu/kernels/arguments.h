@@ -10,7 +10,7 @@
 //   i64                           the 64-bit integer
 //   Half, Brain                   f16 and bf16, with `store`
 //   load4, store4                 which access four consecutive elements at once
-//   minus_infinity, not_a_number, exponential, logarithm, hyperbolic_tangent, larger
+//   minus_infinity, not_a_number, exponential, fast_exponential, logarithm, hyperbolic_tangent, larger
 //   shuffled(x, lane)             x of the thread whose lane in the warp is this thread's XOR `lane`
 //   synchronize                   a barrier of the block that makes writes to SHARED visible
 //
@@ -21,6 +21,11 @@
 
 #define BLOCK 256
 #define WARPS (BLOCK / 32)
+
+// A thread that passes over a row reads this many groups of four elements before it computes, BLOCK groups apart, so that
+// enough reads are under way; a block then continues STEP elements later.
+#define PARTS 2
+#define STEP (BLOCK * 4 * PARTS)
 
 // The targets that are no row of the weight: that of an ignored position, one outside the vocabulary, an id of another
 // rank.
@@ -46,6 +51,11 @@ struct Logits {
     int components;
 
     FUNCTION float at(GLOBAL const float *row, int v) const { return finish(row[v], v); }
+    // Reads four elements of a row from `first` on; zero for those behind the vocabulary, which nothing writes.
+    FUNCTION void load(GLOBAL const float *row, int first, LOCAL float *x) const {
+        if (first + 4 <= vocab) return load4(row + first, x);
+        for (int i = 0; i < 4; ++i) x[i] = first + i < vocab ? row[first + i] : 0.f;
+    }
     FUNCTION float finish(float logit, int v) const {
         if (bias) logit += bias[v];
         logit *= scale;

@@ -102,6 +102,45 @@ struct RowFactors {
     }
 };
 
+// The exponential for results of type T: one in half precision may be off by more than the last bit of f32.
+template <typename T> FUNCTION float exponential_for(float x) { return fast_exponential(x); }
+template <> FUNCTION float exponential_for<float>(float x) { return exponential(x); }
+
+// One block per row: computes the same as `row_gradient` where only targets have mass and there is no softcap.
+template <typename T>
+FUNCTION void row_target_gradient(Logits logits, Objective objective, Rows rows, GLOBAL T *gradient, uint block,
+                                  uint tid) {
+    const i64 r = block, t = r / logits.components;
+    GLOBAL const float *row = logits.z + r * logits.stride;
+    GLOBAL T *to = gradient + r * logits.stride;
+    const float hard_mass = rows.hard_mass(r);
+    const bool has_gradient = hard_mass != minus_infinity();
+    const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
+    const float largest = rows.largest(r), exp_scale = unit * rows.softmax_scale(r) * exponential(-rows.log_sum(r));
+    const int id = objective.id(t);
+    const bool has_target = has_gradient && id >= 0 && id < logits.vocab && id / 4 % BLOCK == (int)tid;
+    // A gradient in f32 may replace the logits.
+    const float target_logit = has_target ? logits.at(row, id) : 0.f;
+    for (int first = tid * 4; first < logits.stride; first += STEP) {
+        float g[4 * PARTS];
+        for (int part = 0; part < PARTS; ++part) logits.load(row, first + part * BLOCK * 4, g + 4 * part);
+        for (int part = 0; part < PARTS; ++part) {
+            const int v = first + part * BLOCK * 4;
+            for (int i = 0; i < 4; ++i) {
+                const float relative = v + i < logits.vocab ? logits.finish(g[4 * part + i], v + i) - largest : 0.f;
+                const float value = exp_scale * exponential_for<T>(relative);
+                g[4 * part + i] = has_gradient && v + i < logits.vocab ? value : 0.f;
+            }
+            if (v < logits.stride) store4(to + v, g + 4 * part);
+        }
+    }
+    // The thread that wrote the target's element writes it again. The logit of an own target is not among these.
+    if (has_target) {
+        const float g = exp_scale * exponential_for<T>(target_logit - largest) - unit * objective.scale(t) * hard_mass;
+        store(to + id, rows.own_logits ? 0.f : g);
+    }
+}
+
 // One block per row: computes the gradient of its logits, rounded to the type of the products. `gradient` may be the
 // logits themselves if its type is f32.
 template <typename T>
@@ -123,12 +162,10 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, Scored
     const int id = objective.id(t);
     for (int first = tid * 4; first < logits.stride; first += BLOCK * 4) {
         float z[4], g[4] = {0.f, 0.f, 0.f, 0.f};
-        load4(row + first, z);
+        logits.load(row, first, z);
         for (int i = 0; i < 4; ++i) {
             const int v = first + i;
             if (v >= logits.vocab) break;
-            // The logit of an own target is not among these.
-            if (v == id && rows.own_logits) continue;
             const float logit = logits.finish(z[i], v);
             g[i] = factors.gradient(v, logit);
             if (v == id) g[i] -= scale * hard_mass;

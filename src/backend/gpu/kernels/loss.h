@@ -9,17 +9,17 @@ FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uin
     const int id = objective.id(r / logits.components);
     const int left_out = rows.own_logits ? id : IGNORED;
     Sum sum = {minus_infinity(), 0.f};
-    for (int first = tid * 4; first < logits.vocab; first += BLOCK * 4) {
-        float x[4], m = sum.largest;
-        load4(row + first, x);
-        for (int i = 0; i < 4; ++i) {
-            const int v = first + i;
+    for (int first = tid * 4; first < logits.vocab; first += STEP) {
+        float x[4 * PARTS], m = sum.largest;
+        for (int part = 0; part < PARTS; ++part) logits.load(row, first + part * BLOCK * 4, x + 4 * part);
+        for (int i = 0; i < 4 * PARTS; ++i) {
+            const int v = first + i / 4 * BLOCK * 4 + i % 4;
             x[i] = v < logits.vocab && v != left_out ? logits.finish(x[i], v) : minus_infinity();
             m = larger(m, x[i]);
         }
         const float reference = finite_or_zero(m);
         float s = sum.sum * exponential(sum.largest - reference);
-        for (int i = 0; i < 4; ++i) s += exponential(x[i] - reference);
+        for (int i = 0; i < 4 * PARTS; ++i) s += exponential(x[i] - reference);
         sum = {m, s};
     }
     sum = block_reduce(sum, tid, warp_sums);

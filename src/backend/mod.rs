@@ -184,18 +184,10 @@ pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
 
 /// Computes `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`.
 pub(crate) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    if is_cpu(z.device())? {
-        cpu::bias_tanh(z, bias)
-    } else {
-        Ok(z.broadcast_add(bias)?.tanh()?)
-    }
+    on_device!(z.device(), bias_tanh(z, bias))
 }
 
 /// Computes the gradient of the argument of `tanh`, from its result and the gradient of the result.
 pub(crate) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
-    if is_cpu(result.device())? {
-        cpu::tanh_gradient(result, upstream)
-    } else {
-        Ok((upstream - (result.sqr()? * upstream)?)?)
-    }
+    on_device!(result.device(), tanh_gradient(result, upstream))
 }

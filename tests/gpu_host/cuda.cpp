@@ -24,7 +24,9 @@ template <auto function> static machine::Kernel kernel(const char *name) {
     const EmulatedKernel emulated = EmulatedCall<function>::kernel(name);
     return {name, emulated.run, {}, {emulated.sizes, emulated.sizes + emulated.arity}};
 }
-#define KERNELS_FOR(type) KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(row_target_gradient_##type)
+#define KERNELS_FOR(type)                                                                              \
+    KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(row_target_gradient_##type), \
+        KERNEL(bias_tanh_##type), KERNEL(tanh_gradient_##type)
 static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),
     KERNEL(position_loss),

@@ -29,6 +29,9 @@ FUNCTION void synchronize() { __syncthreads(); }
 FUNCTION void store(float *to, float x) { *to = x; }
 FUNCTION void store(Half *to, float x) { *to = __float2half_rn(x); }
 FUNCTION void store(Brain *to, float x) { *to = __float2bfloat16_rn(x); }
+FUNCTION float widened(const float *from) { return *from; }
+FUNCTION float widened(const Half *from) { return __half2float(*from); }
+FUNCTION float widened(const Brain *from) { return __bfloat162float(*from); }
 
 // Four consecutive elements, which one instruction reads or writes.
 template <typename T> struct alignas(4 * sizeof(T)) Four {
@@ -52,6 +55,7 @@ template <typename T> FUNCTION void store4(T *to, const float *x) {
 #include "../gpu/kernels/scores.h"
 #include "../gpu/kernels/gradients.h"
 #include "../gpu/kernels/targets.h"
+#include "../gpu/kernels/activation.h"
 
 } // namespace functions
 
@@ -113,6 +117,12 @@ KERNEL position_gradient_scales(const float *weights, const float *upstream, con
     }                                                                                                                  \
     KERNEL row_target_gradient_##name(Logits logits, Objective objective, Rows rows, T *gradient) {                    \
         functions::row_target_gradient(logits, objective, rows, gradient, INDICES);                                    \
+    }                                                                                                                  \
+    KERNEL bias_tanh_##name(const T *z, const T *bias, T *result, int columns) {                                       \
+        functions::bias_tanh(z, bias, result, columns, INDICES);                                                       \
+    }                                                                                                                  \
+    KERNEL tanh_gradient_##name(const T *result, const T *upstream, T *gradient, i64 count) {                          \
+        functions::tanh_gradient(result, upstream, gradient, count, INDICES);                                          \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

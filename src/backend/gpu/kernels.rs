@@ -12,7 +12,7 @@ use crate::error::Result;
 
 /// The headers of the kernels, by their names in `gpu/kernels`, in the order in which the sources include them.
 #[cfg(any(feature = "metal", test))]
-pub(in crate::backend) const HEADERS: [(&str, &str); 8] = [
+pub(in crate::backend) const HEADERS: [(&str, &str); 9] = [
     ("arguments.h", include_str!("kernels/arguments.h")),
     ("reductions.h", include_str!("kernels/reductions.h")),
     ("ranking.h", include_str!("kernels/ranking.h")),
@@ -21,6 +21,7 @@ pub(in crate::backend) const HEADERS: [(&str, &str); 8] = [
     ("scores.h", include_str!("kernels/scores.h")),
     ("gradients.h", include_str!("kernels/gradients.h")),
     ("targets.h", include_str!("kernels/targets.h")),
+    ("activation.h", include_str!("kernels/activation.h")),
 ];
 
 /// The arguments of a kernel.
@@ -191,5 +192,21 @@ kernels! {
         largest_weight: Read,
         scales: Write,
         positions: i32,
+    }
+}
+
+// In activation.h:
+kernels! {
+    bias_tanh(BiasTanhArguments) {
+        z: Read,
+        bias: Read,
+        result: Write,
+        columns: i32,
+    }
+    tanh_gradient(TanhGradientArguments) {
+        result: Read,
+        upstream: Read,
+        gradient: Write,
+        count: i64,
     }
 }

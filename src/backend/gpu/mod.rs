@@ -5,6 +5,7 @@
 //! Only a [`Gpu`] knows a device's libraries, so the tests can run the same kernels and launches on a machine without a
 //! GPU (module `testing`).
 
+mod activation;
 pub(super) mod arguments;
 mod chunks;
 mod columns;
@@ -25,6 +26,7 @@ mod target_ids;
 #[cfg(all(test, target_os = "linux"))]
 mod testing;
 
+pub(super) use activation::{bias_tanh, tanh_gradient};
 pub(super) use decoding::{top_k, visit};
 pub(super) use log_probs::{log_probs, scores};
 pub(super) use loss::loss;

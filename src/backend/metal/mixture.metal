@@ -44,6 +44,7 @@ FUNCTION void store(device Brain *to, float x) {
     const uint bits = as_type<uint>(x);
     to->bits = ushort(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+FUNCTION float widened(device const float *from) { return *from; }
 FUNCTION float widened(device const Half *from) { return float(*from); }
 FUNCTION float widened(device const Brain *from) { return as_type<float>(uint(from->bits) << 16); }
 
@@ -65,6 +66,7 @@ FUNCTION void store4(device float *to, thread const float *x) {
 #include "../gpu/kernels/scores.h"
 #include "../gpu/kernels/gradients.h"
 #include "../gpu/kernels/targets.h"
+#include "../gpu/kernels/activation.h"
 
 // One thread per element: converts the element to f32.
 template <typename T> FUNCTION void widen(device const T *from, device float *to, int count, uint block, uint tid) {
@@ -213,6 +215,14 @@ KERNEL position_gradient_scales(device const float *weights, device const float 
         SHARED_ARRAY(Largest, warp_largest, WARPS);                                                                    \
         functions::mixture_log_probs(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), GIVEN(13, log_probs), out_stride,      \
                                      GIVEN(15, loss), GIVEN(16, argmax), block, tid, warp_values, warp_largest);       \
+    }                                                                                                                  \
+    KERNEL bias_tanh_##name(device const T *z, device const T *bias, device T *result, constant int &columns,          \
+                            INDICES) {                                                                                 \
+        functions::bias_tanh(z, bias, result, columns, block, tid);                                                    \
+    }                                                                                                                  \
+    KERNEL tanh_gradient_##name(device const T *result, device const T *upstream, device T *gradient,                  \
+                                constant i64 &count, INDICES) {                                                        \
+        functions::tanh_gradient(result, upstream, gradient, count, block, tid);                                       \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

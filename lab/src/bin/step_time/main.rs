@@ -122,7 +122,8 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let memory = Peak::watch(&device);
         timed.run()?;
         let peak = memory.extra_mib();
-        let [(scores, value), (loss, _), (bare, _)] = in_turn(args, &device, args.reps, [&mut run, &mut loss, &mut bare])?;
+        let [(scores, value), (loss, _), (bare, _)] =
+            in_turn(args, &device, args.reps, [&mut run, &mut loss, &mut bare])?;
         let (scores, loss, bare) = (median(&scores), median(&loss), median(&bare));
         let line = json!({
             "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "score": name(&score), "divergence": name(&args.divergence), "shape": name(&args.shape),
@@ -263,7 +264,12 @@ fn budget_for_rows(
 type Seconds = (Vec<f64>, Option<f64>);
 
 /// Runs `step` repeatedly.
-fn time(args: &Args, device: &Device, reps: usize, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<Seconds> {
+fn time(
+    args: &Args,
+    device: &Device,
+    reps: usize,
+    mut step: impl FnMut() -> Result<Option<Tensor>>,
+) -> Result<Seconds> {
     let [timed] = in_turn(args, device, reps, [&mut step])?;
     Ok(timed)
 }
@@ -293,11 +299,7 @@ fn in_turn<const N: usize>(
 }
 
 /// Returns the seconds of a step among `reps` on a GPU, between which nothing waits for it.
-fn pipelined(
-    reps: usize,
-    device: &Device,
-    mut step: impl FnMut() -> Result<Option<Tensor>>,
-) -> Result<Option<f64>> {
+fn pipelined(reps: usize, device: &Device, mut step: impl FnMut() -> Result<Option<Tensor>>) -> Result<Option<f64>> {
     if device.is_cpu() {
         return Ok(None);
     }

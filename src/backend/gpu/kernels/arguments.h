@@ -3,12 +3,12 @@
 // names the kernels share.
 //
 // The kernels have one source for two languages: cuda/mixture.cu and metal/mixture.metal include these headers, in the
-// order arguments.h, reductions.h, ranking.h, loss.h, log_probs.h, scores.h, gradients.h, targets.h, and wrap their
+// order arguments.h, reductions.h, ranking.h, loss.h, log_probs.h, scores.h, gradients.h, targets.h, activation.h, and wrap their
 // functions into kernels. Before that they define
 //   GLOBAL, SHARED, LOCAL         the address spaces of the device, of a thread block, of a thread
 //   FUNCTION                      the specifiers of a device function
 //   i64                           the 64-bit integer
-//   Half, Brain                   f16 and bf16, with `store`
+//   Half, Brain                   f16 and bf16, with `store` and `widened`, which f32 has too
 //   load4, store4                 which access four consecutive elements at once
 //   minus_infinity, not_a_number, exponential, fast_exponential, logarithm, hyperbolic_tangent, larger
 //   shuffled(x, lane)             x of the thread whose lane in the warp is this thread's XOR `lane`

@@ -17,7 +17,10 @@ const SHARED_MUTATIONS: [(&str, &str); 38] = [
     ("store(to + id, rows.own_logits ? 0.f : g);", "store(to + id, g);"),
     ("- unit * objective.scale(t) * hard_mass;", ";"),
     ("id / 4 % BLOCK == (int)tid", "id % BLOCK == (int)tid"),
-    ("has_gradient && v + i < logits.vocab ? value : 0.f", "v + i < logits.vocab ? value : 0.f"),
+    (
+        "const float value = exp_scale * exponential_for<T>(relative);",
+        "const float value = exponential_for<T>(relative);",
+    ),
     ("weighted(mass, target_softmax) - rows.hard_mass(r)", "-rows.hard_mass(r)"),
     ("if (v == id) g[i] -= scale * hard_mass;", ""),
     ("for (int w = 1; w < WARPS; ++w)", "for (int w = 2; w < WARPS; ++w)"),
@@ -82,7 +85,8 @@ fn wrong_kernels_are_caught() {
             scale: 0.2,
             ..case(7, 3, context_dim, 40)
         }));
-        // Targets that are entries of their own.
+        // Targets alone, and targets that are entries of their own.
+        cases.push(Case { options: LossOptions::new(), chunk: 4, ..case(5, 3, 6, 300) });
         cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
         let softcap = Case { softcap: Some(2.0), chunk: 4, ..case(5, 3, 6, 300) };
         let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };

@@ -46,6 +46,45 @@ fn adapters_equal_those_of_the_cpu_in_f64() {
 }
 
 #[test]
+fn contexts_of_any_width_have_the_gradients_of_the_cpu_in_f64() {
+    for gpu in EmulatedGpu::all() {
+        for dtype in [DType::F16, DType::BF16] {
+            // The gradient of the bias is a column of the decoder's if rows are padded, or many.
+            for (positions, context_dim) in [(40, 8), (2, 8), (40, 7), (2, 9), (0, 7)] {
+                for (options, transposed) in
+                    [(LossOptions::new(), false), (options(Reduction::Sum, 0.1, 0.0, true), true)]
+                {
+                    Case { dtype, options, transposed, ..case(positions, 3, context_dim, 37) }.check(&gpu);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_activation_and_its_gradient_equal_those_in_f64() {
+    for gpu in EmulatedGpu::all() {
+        for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::F16, 1e-3), (DType::BF16, 1e-2)] {
+            for (rows, columns) in [(3, 5), (2, 300), (1, 1), (0, 4), (3, 0)] {
+                let operand = |seed, shape: &[usize]| random(seed, shape, 2.0).to_dtype(dtype).unwrap();
+                let (z, bias, upstream) =
+                    (operand(1, &[rows, columns]), operand(2, &[columns]), operand(3, &[rows, columns]));
+                let [exact_z, exact_bias, exact_upstream] =
+                    [&z, &bias, &upstream].map(|tensor| tensor.to_dtype(DType::F64).unwrap());
+                let exact = exact_z.broadcast_add(&exact_bias).unwrap().tanh().unwrap();
+                let found = gpu::bias_tanh(&gpu, &z, &bias).unwrap();
+                assert_eq!((found.dims(), found.dtype()), (&[rows, columns][..], dtype));
+                assert!(error(&found, &exact) <= tolerance, "{dtype:?} {rows} {columns}");
+                let found_as_f64 = found.to_dtype(DType::F64).unwrap();
+                let exact = (&exact_upstream * (1.0 - found_as_f64.sqr().unwrap()).unwrap()).unwrap();
+                let found = gpu::tanh_gradient(&gpu, &found, &upstream).unwrap();
+                assert!(error(&found, &exact) <= tolerance, "the gradient, {dtype:?} {rows} {columns}");
+            }
+        }
+    }
+}
+
+#[test]
 fn targets_that_are_entries_of_their_own_equal_those_of_the_cpu_in_f64() {
     for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {

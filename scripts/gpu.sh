@@ -183,7 +183,7 @@ run_profile() {
         limited 60 ncu --clock-control none --csv --log-file "$out/ncu-$shape.csv" --metrics "$metrics" \
             "$folder/step_time" --shape "$shape" --dtype bf16 --device cuda --reps 1 --warmup 0 --step-only \
             >"$logs/ncu-$shape.log" 2>&1 || say "failed: ncu, $shape"
-        python3 - "$out/ncu-$shape.csv" <<'TABLE' | tee -a "$out/profile.txt" | head -n 20 | details
+        python3 - "$out/ncu-$shape.csv" <<'TABLE' | tee -a "$out/profile.txt" | sed -n 1,20p | details
 import collections, csv, sys
 UNITS = {"ns": 1e-3, "us": 1, "ms": 1e3, "nsecond": 1e-3, "usecond": 1, "msecond": 1e3, "byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1, "Gbyte": 1e3}
 kernels = collections.defaultdict(lambda: {"launches": set(), "us": 0.0, "MB": 0.0, "registers": 0})

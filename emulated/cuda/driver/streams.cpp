@@ -197,7 +197,8 @@ Status cuMemFreeAsync(uintptr_t address, void *stream) {
 Status cuMemAlloc_v2(uintptr_t *, size_t) { die("memory that no stream allocates"); }
 Status cuMemFree_v2(uintptr_t) { die("memory that no stream frees"); }
 
-// The pool that allocations are from: the bytes in use, now and at most.
+// The pool that allocations are from: the bytes in use, now and at most. The bytes that it keeps change nothing here.
+static uint64_t release_threshold;
 enum { RELEASE_THRESHOLD = 4, USED_NOW = 7, USED_AT_MOST = 8 };
 Status cuDeviceGetDefaultMemPool(void **pool, int) {
     ENTER(FAILED);
@@ -206,14 +207,15 @@ Status cuDeviceGetDefaultMemPool(void **pool, int) {
 }
 Status cuMemPoolGetAttribute(void *, int attribute, uint64_t *value) {
     ENTER(FAILED);
-    if (attribute != USED_NOW && attribute != USED_AT_MOST) return INVALID_VALUE;
-    *value = attribute == USED_NOW ? used_now : used_at_most;
+    if (attribute != USED_NOW && attribute != USED_AT_MOST && attribute != RELEASE_THRESHOLD) return INVALID_VALUE;
+    *value = attribute == USED_NOW ? used_now : attribute == USED_AT_MOST ? used_at_most : release_threshold;
     return 0;
 }
 Status cuMemPoolSetAttribute(void *, int attribute, const uint64_t *value) {
     ENTER(FAILED);
     if (attribute == USED_AT_MOST && *value == 0) used_at_most = used_now;
-    else if (attribute != RELEASE_THRESHOLD) return INVALID_VALUE;
+    else if (attribute == RELEASE_THRESHOLD) release_threshold = *value;
+    else return INVALID_VALUE;
     return 0;
 }
 

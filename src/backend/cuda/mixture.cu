@@ -56,6 +56,7 @@ template <typename T> FUNCTION void store4(T *to, const float *x) {
 #include "../gpu/kernels/gradients.h"
 #include "../gpu/kernels/targets.h"
 #include "../gpu/kernels/activation.h"
+#include "../gpu/kernels/columns.h"
 
 } // namespace functions
 
@@ -123,6 +124,12 @@ KERNEL position_gradient_scales(const float *weights, const float *upstream, con
     }                                                                                                                  \
     KERNEL tanh_gradient_##name(const T *result, const T *upstream, T *gradient, i64 count) {                          \
         functions::tanh_gradient(result, upstream, gradient, count, INDICES);                                          \
+    }                                                                                                                  \
+    KERNEL pad_rows_##name(const T *from, T *to, i64 count, i64 rows, int width, int stride, int has_ones) {           \
+        functions::pad_rows(from, to, count, rows, width, stride, has_ones, INDICES);                                  \
+    }                                                                                                                  \
+    KERNEL round_rows_##name(const T *from, Brain *to, i64 count, int width, int stride) {                             \
+        functions::round_rows(from, to, count, width, stride, INDICES);                                                \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

@@ -149,7 +149,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         for (i, columns) in self.inputs.columns.iter().enumerate() {
             self.gpu.multiply(&DeviceProduct {
                 m: rows.len(),
-                n: self.inputs.sizes.vocab,
+                n: columns.decoder_rows,
                 k: columns.stride,
                 lhs: matrix(&columns.contexts, rows.start, columns.stride),
                 rhs: columns.decoder(true),

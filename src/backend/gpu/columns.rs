@@ -1,14 +1,23 @@
-//! Some columns of the contexts and of the decoder on a GPU, as the operands of products.
-
-use std::ops::Range;
+//! Some columns of the contexts and of the decoder on a GPU, as the operands of products: where many rows are multiplied
+//! in half precision, copies with padded rows (`kernels/columns.h`).
 
 use candle_core::{DType, Tensor, D};
 
+use super::arguments::{Read, Write};
 use super::chunks::matrix;
 use super::device::{Buffer, DeviceMatrix, Gpu};
-use crate::backend::operands::Operands;
+use super::kernels::{KernelArguments, PadRowsArguments, RoundRowsArguments};
+use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Planned;
 use crate::error::Result;
+
+/// The rows of logits from which on copies of contexts and decoder are worth their time: products of rows that are no
+/// multiple of 16 bytes take two to three times as long.
+const LEAST_PADDED_ROWS: usize = 256;
+/// The rows, relative to the columns, from which on copies are worth their time for the bias's gradient alone.
+const ROWS_PER_COLUMN: usize = 8;
+/// The rows that a block of the kernels copies, one each warp.
+const ROWS_PER_BLOCK: usize = 8;
 
 /// Some columns of the contexts and of the decoder: those of the weight, or those of the adapter.
 pub(super) struct DeviceColumns {
@@ -17,89 +26,137 @@ pub(super) struct DeviceColumns {
     /// The number of elements from one row to the next, of the contexts, the decoder and their gradients. Columns behind
     /// `width` are zero, but for one of the contexts.
     pub(super) stride: usize,
-    /// Whether the contexts' column `width` is one, so that the one of the decoder's gradient is that of the bias.
+    /// The number of rows of the decoder and its gradient: those of the vocabulary, and zeros behind them.
+    pub(super) decoder_rows: usize,
+    /// Whether the contexts' column `width` is one, so that this column of the decoder's gradient is that of the bias.
     pub(super) has_ones: bool,
-    /// `[positions, K, stride]`
+    /// `[rows, stride]`
     pub(super) contexts: Buffer,
-    /// `[vocab, stride]`
+    /// `[decoder_rows, stride]`, and rows that no product reads.
     decoder: Buffer,
-    /// Whether `decoder` is `[width, vocab]`. Its `stride` is then `width`.
+    /// Whether `decoder` is `[width, vocab]`. Nothing is padded then.
     is_transposed: bool,
 }
 
 impl DeviceColumns {
-    /// Those of the weight and, if there is one, of the adapter. Operands that are not contiguous are copied.
+    /// The columns of the weight and, if there is one, those of the adapter.
     pub(super) fn all<G: Gpu>(gpu: &G, planned: &Planned) -> Result<Vec<Self>> {
         let operands = &planned.operands;
-        let adapter_columns = operands.adapter_columns()?;
-        let weight = Self::weight(gpu, planned, 0..adapter_columns.start)?;
-        let adapter = operands.adapter.clone().map(|adapter| {
-            let contexts = narrowed(operands, &adapter_columns)?;
-            Self::padded(gpu, &contexts, &adapter, padding(gpu, adapter_columns.len(), &contexts), false)
-        });
-        Ok(std::iter::once(weight).chain(adapter.transpose()?).collect())
+        let split = operands.adapter_columns()?.start;
+        let parts = [(0..split, Some(&operands.weight)), (operands.adapter_columns()?, operands.adapter.as_ref())];
+        let padding = Padding::new(gpu, planned, split);
+        let columns = |(columns, decoder): (std::ops::Range<usize>, Option<&Tensor>)| {
+            let decoder = decoder?;
+            let has_ones = columns.start == 0 && padding.is_some_and(|padding| padding.has_ones);
+            let contexts = operands.contexts.narrow(2, columns.start, columns.len());
+            Some(contexts.map_err(Into::into).and_then(|contexts| match padding {
+                Some(Padding { align, .. }) => Self::padded(gpu, operands.sizes, &contexts, decoder, align, has_ones),
+                None => Self::as_stored(gpu, operands, &contexts, decoder),
+            }))
+        };
+        parts.into_iter().filter_map(columns).collect()
     }
 
-    fn weight<G: Gpu>(gpu: &G, planned: &Planned, columns: Range<usize>) -> Result<Self> {
-        let Planned { operands, needs_grad, .. } = planned;
-        let (contexts, width) = (narrowed(operands, &columns)?, columns.len());
-        let mut added = padding(gpu, width, &contexts);
-        // The product that gives the decoder's gradient gives the bias's too, for hardly any time, if the contexts have
-        // a column of ones. Where rows need no padding, the copies must cost less than a product with a vector of ones.
-        let rows = operands.sizes.positions * operands.sizes.components;
-        let is_worth_copies = added > 0 || rows >= ROWS_PER_COLUMN * width;
-        let has_ones = needs_grad.weight && needs_grad.bias && alignment(gpu, &contexts) > 1 && is_worth_copies;
-        if has_ones && added == 0 {
-            added = alignment(gpu, &contexts);
-        }
-        let (stored, is_transposed) = operands.stored_weight()?;
-        if added > 0 || (is_transposed && !gpu.kind().reads_transposed) {
-            return Self::padded(gpu, &contexts, &operands.weight, added, has_ones);
-        }
-        let (contexts, decoder) = (Buffer::new(gpu, contexts)?, Buffer::new(gpu, stored)?);
-        Ok(DeviceColumns { width, stride: width, has_ones, contexts, decoder, is_transposed })
-    }
-
-    /// The columns, and `added` ones behind them.
-    fn padded<G: Gpu>(gpu: &G, contexts: &Tensor, decoder: &Tensor, added: usize, has_ones: bool) -> Result<Self> {
+    /// The columns without padding. Those that are not contiguous are copied.
+    fn as_stored<G: Gpu>(gpu: &G, operands: &Operands, contexts: &Tensor, decoder: &Tensor) -> Result<Self> {
+        let is_transposed = !decoder.is_contiguous() && gpu.kind().reads_transposed;
+        let stored = if is_transposed { decoder.t()? } else { decoder.clone() };
         let width = decoder.dim(1)?;
         Ok(DeviceColumns {
             width,
-            stride: width + added,
+            stride: width,
+            decoder_rows: operands.sizes.vocab,
+            has_ones: false,
+            contexts: Buffer::new(gpu, contexts.clone())?,
+            decoder: Buffer::new(gpu, stored)?,
+            is_transposed,
+        })
+    }
+
+    /// Copies of the columns whose rows are a multiple of `align` elements.
+    fn padded<G: Gpu>(
+        gpu: &G,
+        sizes: Sizes,
+        contexts: &Tensor,
+        decoder: &Tensor,
+        align: usize,
+        has_ones: bool,
+    ) -> Result<Self> {
+        let width = decoder.dim(1)?;
+        let stride = (width + usize::from(has_ones)).next_multiple_of(align);
+        let decoder_rows = sizes.vocab.next_multiple_of(align);
+        let rows = sizes.positions * sizes.components;
+        let pad = |from: &Tensor, count: usize, rows: usize, has_ones: bool| {
+            let from = Buffer::new(gpu, from.clone())?;
+            let to = Buffer::unwritten(gpu, rows * stride, from.tensor.dtype(), from.tensor.device())?;
+            let arguments = PadRowsArguments {
+                from: Read(from.at(0)),
+                to: Write(to.at(0)),
+                count: count as i64,
+                rows: rows as i64,
+                width: width as i32,
+                stride: stride as i32,
+                has_ones: i32::from(has_ones),
+            };
+            arguments.launch_for(gpu, from.tensor.dtype(), rows.div_ceil(ROWS_PER_BLOCK))?;
+            Ok::<_, crate::error::Error>(to)
+        };
+        Ok(DeviceColumns {
+            width,
+            stride,
+            decoder_rows,
             has_ones,
-            contexts: Buffer::new(gpu, with_columns(contexts, added, has_ones)?)?,
-            decoder: Buffer::new(gpu, with_columns(decoder, added, false)?)?,
+            contexts: pad(contexts, rows, rows, has_ones)?,
+            decoder: pad(decoder, sizes.vocab, decoder_rows, false)?,
             is_transposed: false,
         })
     }
 
-    /// A gradient of the decoder, `[vocab, width]`, with columns of zeros up to `stride`.
+    /// A gradient of the decoder, `[vocab, width]`, as one to add to, in f32.
     pub(super) fn padded_gradient(&self, gradient: &Tensor) -> Result<Tensor> {
-        with_columns(gradient, self.stride - self.width, false)
+        let (vocab, width) = gradient.dims2()?;
+        let gradient = gradient.to_dtype(DType::F32)?;
+        let gradient = gradient.pad_with_zeros(1, 0, self.stride - width)?;
+        Ok(gradient.pad_with_zeros(0, 0, self.decoder_rows - vocab)?.flatten_all()?)
     }
 
-    /// The columns of a gradient `[.., stride]` without those of the padding. A gradient in f32 of operands in half
-    /// precision is a view, since rounding copies it.
-    pub(super) fn without_padding(&self, padded: &Tensor) -> Result<Tensor> {
-        if self.stride == self.width {
-            return Ok(padded.clone());
+    /// The first `rows` rows of a gradient `[.., stride]` without the padding: if it is final and of operands in bf16,
+    /// rounded, and otherwise a view.
+    pub(super) fn without_padding<G: Gpu>(
+        &self,
+        gpu: &G,
+        padded: &Buffer,
+        rows: usize,
+        is_final: bool,
+    ) -> Result<Tensor> {
+        let (stride, width) = (self.stride, self.width);
+        let dtype = padded.tensor.dtype();
+        if rows == 0 {
+            return Ok(Tensor::zeros((0, width), dtype, padded.tensor.device())?);
         }
-        let gradient = padded.narrow(D::Minus1, 0, self.width)?;
-        Ok(match gradient.elem_count() {
-            // candle cannot launch zero blocks.
-            0 => Tensor::zeros(gradient.dims(), gradient.dtype(), gradient.device())?,
-            _ if gradient.dtype() == self.decoder.tensor.dtype() => gradient.contiguous()?,
-            _ => gradient,
-        })
+        let shaped = padded.tensor.narrow(0, 0, rows * stride)?.reshape((rows, stride))?;
+        if stride == width || !is_final || self.decoder.tensor.dtype() != DType::BF16 {
+            return Ok(shaped.narrow(D::Minus1, 0, width)?);
+        }
+        let to = Buffer::unwritten(gpu, rows * width, DType::BF16, padded.tensor.device())?;
+        let arguments = RoundRowsArguments {
+            from: Read(padded.at(0)),
+            to: Write(to.at(0)),
+            count: rows as i64,
+            width: width as i32,
+            stride: stride as i32,
+        };
+        arguments.launch_for(gpu, dtype, rows.div_ceil(ROWS_PER_BLOCK))?;
+        Ok(to.tensor.reshape((rows, width))?)
     }
 
-    /// The bias's gradient `[vocab]`, f32, in that of the decoder, `[vocab, stride]`: the column that the contexts'
-    /// column of ones gives.
-    pub(super) fn bias_gradient(&self, decoder: &Tensor) -> Result<Tensor> {
+    /// The bias's gradient `[vocab]`, f32, in that of the decoder: the column that the contexts' column of ones gives.
+    pub(super) fn bias_gradient(&self, decoder: &Buffer, vocab: usize) -> Result<Tensor> {
+        let decoder = decoder.tensor.narrow(0, 0, vocab * self.stride)?.reshape((vocab, self.stride))?;
         Ok(decoder.narrow(1, self.width, 1)?.flatten_all()?.to_dtype(DType::F32)?)
     }
 
-    /// The decoder `[vocab, stride]`, or its transpose, as an operand of a product.
+    /// The decoder `[decoder_rows, stride]`, or its transpose, as an operand of a product.
     pub(super) fn decoder(&self, is_transposed: bool) -> DeviceMatrix {
         let stride = match self.is_transposed {
             true => self.decoder.tensor.elem_count() / self.width,
@@ -109,43 +166,27 @@ impl DeviceColumns {
     }
 }
 
-/// The rows, relative to the columns, from which on the bias's gradient is worth copies of contexts and decoder.
-const ROWS_PER_COLUMN: usize = 8;
-
-/// The columns of the contexts as a matrix `[rows, columns]`.
-fn narrowed(operands: &Operands, columns: &Range<usize>) -> Result<Tensor> {
-    Ok(operands.contexts.narrow(2, columns.start, columns.len())?.flatten_to(1)?)
+/// How contexts and decoder are padded.
+#[derive(Clone, Copy)]
+struct Padding {
+    /// The number of elements that rows, and rows of the decoder, are a multiple of.
+    align: usize,
+    /// Whether the contexts have a column of ones.
+    has_ones: bool,
 }
 
-/// The number of elements that the rows of operands of products should be a multiple of.
-fn alignment<G: Gpu>(gpu: &G, contexts: &Tensor) -> usize {
-    match contexts.dtype() {
-        DType::F16 | DType::BF16 => gpu.kind().half_row_align,
-        _ => 1,
-    }
-}
-
-/// The number of columns that rows of this width lack.
-fn padding<G: Gpu>(gpu: &G, width: usize, contexts: &Tensor) -> usize {
-    width.next_multiple_of(alignment(gpu, contexts)) - width
-}
-
-/// Appends `added` columns to a matrix: of zeros, or one of ones before them.
-fn with_columns(matrix: &Tensor, added: usize, has_ones: bool) -> Result<Tensor> {
-    let rows = matrix.dim(0)?;
-    // candle cannot launch zero blocks.
-    if added == 0 || rows == 0 {
-        return Ok(matrix.clone());
-    }
-    let zeros = |columns| Tensor::zeros((rows, columns), matrix.dtype(), matrix.device());
-    let matrix = if has_ones {
-        let ones = Tensor::ones((rows, 1), matrix.dtype(), matrix.device())?;
-        match added {
-            1 => Tensor::cat(&[matrix, &ones], 1)?,
-            _ => Tensor::cat(&[matrix, &ones, &zeros(added - 1)?], 1)?,
+impl Padding {
+    /// The padding that makes the products of a mixture faster than the copies take, for a weight of this width.
+    fn new<G: Gpu>(gpu: &G, planned: &Planned, width: usize) -> Option<Self> {
+        let Planned { operands, needs_grad, .. } = planned;
+        let Sizes { positions, components, context_dim, vocab } = operands.sizes;
+        let (align, rows) = (gpu.kind().half_row_align, positions * components);
+        let is_half = matches!(operands.contexts.dtype(), DType::F16 | DType::BF16);
+        if !is_half || align == 1 || rows < LEAST_PADDED_ROWS {
+            return None;
         }
-    } else {
-        Tensor::cat(&[matrix, &zeros(added)?], 1)?
-    };
-    Ok(matrix)
+        let is_aligned = [width, context_dim - width, vocab].iter().all(|size| size % align == 0);
+        let has_ones = needs_grad.weight && needs_grad.bias && (!is_aligned || rows >= ROWS_PER_COLUMN * width);
+        (!is_aligned || has_ones).then_some(Padding { align, has_ones })
+    }
 }

@@ -123,6 +123,9 @@ impl Buffer {
     }
 }
 
+/// By default a workspace takes at most one of this many parts of a device's memory.
+pub(in crate::backend) const MEMORY_SHARE: usize = 8;
+
 /// Threads per block, as in `kernels/arguments.h`.
 pub(in crate::backend) const BLOCK: usize = 256;
 

@@ -18,6 +18,7 @@ pub(super) struct DeviceGradients {
     /// `[positions, K]`: the gradient of the logits of own targets, if there are any.
     pub(super) own: Option<Buffer>,
     pub(super) bias: Option<BiasGradient>,
+    pub(super) sums: Sums,
 }
 
 /// The gradients of some columns of the contexts and of the decoder.
@@ -88,13 +89,16 @@ impl DeviceGradients {
                 contexts: optional(needs_grad.contexts, positions * components * columns.stride, result_dtype)?,
                 has_so_far: so_far.is_some(),
                 decoder: match so_far {
-                    Some(so_far) => Some(Buffer::new(*gpu, columns.padded_gradient(&so_far.to_dtype(DType::F32)?)?)?),
-                    None => is_needed.then(|| written_by_chunks(vocab * columns.stride, decoder_dtype)).transpose()?,
+                    Some(so_far) => Some(Buffer::new(*gpu, columns.padded_gradient(&so_far)?)?),
+                    None => is_needed
+                        .then(|| written_by_chunks(columns.decoder_rows * columns.stride, decoder_dtype))
+                        .transpose()?,
                 },
             })
         };
         let decoders = [(needs_grad.weight, so_far), (needs_grad.adapter, None)];
         Ok(DeviceGradients {
+            sums,
             logits: match dtype {
                 DType::F32 => LogitGradient::InPlace,
                 _ => LogitGradient::Separate(unwritten(rows * stride, dtype)?),

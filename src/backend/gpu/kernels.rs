@@ -12,7 +12,7 @@ use crate::error::Result;
 
 /// The headers of the kernels, by their names in `gpu/kernels`, in the order in which the sources include them.
 #[cfg(any(feature = "metal", test))]
-pub(in crate::backend) const HEADERS: [(&str, &str); 9] = [
+pub(in crate::backend) const HEADERS: [(&str, &str); 10] = [
     ("arguments.h", include_str!("kernels/arguments.h")),
     ("reductions.h", include_str!("kernels/reductions.h")),
     ("ranking.h", include_str!("kernels/ranking.h")),
@@ -22,6 +22,7 @@ pub(in crate::backend) const HEADERS: [(&str, &str); 9] = [
     ("gradients.h", include_str!("kernels/gradients.h")),
     ("targets.h", include_str!("kernels/targets.h")),
     ("activation.h", include_str!("kernels/activation.h")),
+    ("columns.h", include_str!("kernels/columns.h")),
 ];
 
 /// The arguments of a kernel.
@@ -208,5 +209,25 @@ kernels! {
         upstream: Read,
         gradient: Write,
         count: i64,
+    }
+}
+
+// In columns.h:
+kernels! {
+    pad_rows(PadRowsArguments) {
+        from: Read,
+        to: Write,
+        count: i64,
+        rows: i64,
+        width: i32,
+        stride: i32,
+        has_ones: i32,
+    }
+    round_rows(RoundRowsArguments) {
+        from: Read,
+        to: Write,
+        count: i64,
+        width: i32,
+        stride: i32,
     }
 }

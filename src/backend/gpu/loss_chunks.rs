@@ -150,15 +150,18 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         };
         let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
         let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
+        let (gpu, is_final) = (self.chunks.gpu, gradients.sums == Sums::Final);
         let (mut contexts, mut decoder, mut bias) = (Vec::new(), Vec::new(), None);
         for (columns, gradient) in self.chunks.inputs.columns.iter().zip(gradients.columns) {
-            let padded = shaped(gradient.contexts, &[positions, components, columns.stride])?;
-            contexts.extend(padded.map(|padded| columns.without_padding(&padded)).transpose()?);
-            let padded = shaped(gradient.decoder, &[vocab, columns.stride])?;
-            if let (Some(padded), true) = (&padded, columns.has_ones) {
-                bias = Some(columns.bias_gradient(padded)?);
+            if let Some(padded) = &gradient.contexts {
+                let gradient = columns.without_padding(gpu, padded, positions * components, is_final)?;
+                contexts.push(gradient.reshape((positions, components, columns.width))?);
             }
-            decoder.push(padded.map(|padded| columns.without_padding(&padded)).transpose()?);
+            if let (Some(padded), true) = (&gradient.decoder, columns.has_ones) {
+                bias = Some(columns.bias_gradient(padded, vocab)?);
+            }
+            let unpadded = |padded: &Buffer| columns.without_padding(gpu, padded, vocab, is_final);
+            decoder.push(gradient.decoder.as_ref().map(unpadded).transpose()?);
         }
         if let Some(BiasGradient::Product { sum, .. }) = gradients.bias {
             bias = shaped(Some(sum), &[vocab])?;
@@ -312,7 +315,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
             gpu.multiply(&DeviceProduct {
                 m: rows.len(),
                 n: columns.stride,
-                k: inputs.sizes.vocab,
+                k: columns.decoder_rows,
                 lhs: gradients.logit_matrix(&self.chunks),
                 rhs: columns.decoder(false),
                 out: contexts.at(rows.start * columns.stride),
@@ -332,7 +335,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
             let Some(decoder) = &gradient.decoder else { continue };
             gpu.multiply(&DeviceProduct {
-                m: inputs.sizes.vocab,
+                m: columns.decoder_rows,
                 n: columns.stride,
                 k: rows.len(),
                 lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },

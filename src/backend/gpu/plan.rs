@@ -3,15 +3,12 @@
 use candle_core::DType;
 
 use super::chunks::ROW_ALIGN;
-use super::device::Gpu;
+use super::device::{Gpu, MEMORY_SHARE};
 use super::device_scores::values_per_position;
 use crate::backend::objective::Task;
 use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::{Computation, Needs, Plan, Planned};
 use crate::error::{Error, Result};
-
-/// The workspace takes at most one part of this many of a device's memory by default.
-const MEMORY_SHARE: usize = 8;
 
 /// Makes the plan of a task, for operands in f16, bf16 or f32.
 pub(in crate::backend) fn plan<G: Gpu>(

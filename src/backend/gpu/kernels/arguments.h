@@ -3,7 +3,7 @@
 // names the kernels share.
 //
 // The kernels have one source for two languages: cuda/mixture.cu and metal/mixture.metal include these headers, in the
-// order arguments.h, reductions.h, ranking.h, loss.h, log_probs.h, scores.h, gradients.h, targets.h, activation.h, and wrap their
+// order arguments.h, reductions.h, ranking.h, loss.h, log_probs.h, scores.h, gradients.h, targets.h, activation.h, columns.h, and wrap their
 // functions into kernels. Before that they define
 //   GLOBAL, SHARED, LOCAL         the address spaces of the device, of a thread block, of a thread
 //   FUNCTION                      the specifiers of a device function

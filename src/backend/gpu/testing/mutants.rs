@@ -1,6 +1,6 @@
 //! Mutation tests: kernels with a mistake, which the checks must catch.
 
-use super::case::{case, error, options, top_k_and_truth, Case};
+use super::case::{case, error, options, random, top_k_and_truth, Case};
 use super::scores::{scored, ScoreCase};
 use super::*;
 
@@ -9,13 +9,15 @@ use crate::backend::objective::{Objective, TargetLoss};
 use crate::loss::{LossOptions, Reduction};
 
 /// Plausible mistakes in the source that both languages share.
-const SHARED_MUTATIONS: [(&str, &str); 38] = [
+const SHARED_MUTATIONS: [(&str, &str); 40] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
     ("if (rows.own_logits && id >= 0) sum.add({rows.own_logits[r], 1.f});", ""),
     ("rows.own_logits ? rows.own_logits[r] : logits.at(row, id)", "logits.at(row, id)"),
     ("store(to + id, rows.own_logits ? 0.f : g);", "store(to + id, g);"),
     ("- unit * objective.scale(t) * hard_mass;", ";"),
+    ("widened(z + first + i) + widened(bias + i)", "widened(z + first + i)"),
+    ("g - y * y * g", "g"),
     ("id / 4 % BLOCK == (int)tid", "id % BLOCK == (int)tid"),
     (
         "const float value = exp_scale * exponential_for<T>(relative);",
@@ -56,6 +58,12 @@ const SHARED_MUTATIONS: [(&str, &str); 38] = [
     ("store(to + v, g == 0.f ? 0.f : g * logits.slope(logit));", "store(to + v, g);"),
 ];
 
+/// Plausible mistakes in kernels that only CUDA launches.
+const CUDA_MUTATIONS: [(&str, &str); 2] = [
+    ("i == width && has_ones ? 1.f : 0.f", "0.f"),
+    ("widened(from + row * stride + i)", "widened(from + row * width + i)"),
+];
+
 /// Plausible mistakes in the Metal source.
 const METAL_MUTATIONS: [(&str, &str); 8] = [
     ("GIVEN(first + 1, bias)", "GIVEN(first + 2, nullptr)"),
@@ -87,14 +95,17 @@ fn wrong_kernels_are_caught() {
         }));
         // Targets alone, and targets that are entries of their own.
         cases.push(Case { options: LossOptions::new(), chunk: 4, ..case(5, 3, 6, 300) });
+        // So many rows that they are padded.
+        cases.push(Case { dtype: DType::BF16, options: LossOptions::new(), chunk: 90, ..case(90, 3, 5, 12) });
         cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
         let softcap = Case { softcap: Some(2.0), chunk: 4, ..case(5, 3, 6, 300) };
         let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };
         let outside = ScoreCase { outside: true, ..scored(case(4, 2, 6, 300), 4, true, 0.7) };
         let score_cases = [scored(softcap, 3, true, 0.7), masked, outside];
         let mut changes = SHARED_MUTATIONS.to_vec();
-        if language == Language::Metal {
-            changes.extend(METAL_MUTATIONS);
+        match language {
+            Language::Cuda => changes.extend(CUDA_MUTATIONS),
+            Language::Metal => changes.extend(METAL_MUTATIONS),
         }
         // A NaN exceeds every tolerance.
         let exceeds = |error: f64, tolerance: f64| error.is_nan() || error > tolerance;
@@ -110,7 +121,18 @@ fn wrong_kernels_are_caught() {
                 ids != expected
             };
             let scores_are_wrong = |case: &ScoreCase| exceeds(case.error(gpu, 1.0).0, case.mixture.tolerance());
+            let activation_is_wrong = || {
+                let [z, upstream] = [1, 2].map(|seed| random(seed, &[3, 300], 1.0));
+                let bias = random(3, &[300], 1.0);
+                let operand = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap();
+                let exact = z.broadcast_add(&bias).unwrap().tanh().unwrap();
+                let found = gpu::bias_tanh(gpu, &operand(&z), &operand(&bias)).unwrap();
+                let exact_gradient = (&upstream * (1.0 - exact.sqr().unwrap()).unwrap()).unwrap();
+                let gradient = gpu::tanh_gradient(gpu, &operand(&exact), &operand(&upstream)).unwrap();
+                exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
+            };
             score_cases.iter().any(scores_are_wrong)
+                || activation_is_wrong()
                 || cases.iter().any(is_wrong)
                 || log_probs_are_wrong()
                 || ids_are_wrong()

@@ -57,6 +57,7 @@ template <typename T> FUNCTION void store4(T *to, const float *x) {
 #include "../gpu/kernels/targets.h"
 #include "../gpu/kernels/activation.h"
 #include "../gpu/kernels/columns.h"
+#include "../gpu/kernels/relative.h"
 
 } // namespace functions
 
@@ -128,8 +129,18 @@ KERNEL position_gradient_scales(const float *weights, const float *upstream, con
     KERNEL pad_rows_##name(const T *from, T *to, i64 count, i64 rows, int width, int stride, int has_ones) {           \
         functions::pad_rows(from, to, count, rows, width, stride, has_ones, INDICES);                                  \
     }                                                                                                                  \
-    KERNEL round_rows_##name(const T *from, Brain *to, i64 count, int width, int stride) {                             \
-        functions::round_rows(from, to, count, width, stride, INDICES);                                                \
+    KERNEL round_rows_##name(const T *from, const float *factors, Brain *to, i64 count, int width, int stride) {       \
+        functions::round_rows(from, factors, to, count, width, stride, INDICES);                                       \
+    }                                                                                                                  \
+    KERNEL row_exponentials_##name(Logits logits, Objective objective, Rows rows, T *exponentials) {                   \
+        __shared__ Terms warp_terms[WARPS];                                                                            \
+        functions::row_exponentials(logits, objective, rows, exponentials, INDICES, warp_terms);                       \
+    }                                                                                                                  \
+    KERNEL row_factors_##name(Logits logits, Objective objective, Rows rows, T *exponentials, T *factors, i64 count) { \
+        functions::row_factors(logits, objective, rows, exponentials, factors, count, INDICES);                        \
+    }                                                                                                                  \
+    KERNEL scale_rows_##name(const T *from, const float *factors, T *to, i64 count, int stride) {                      \
+        functions::scale_rows(from, factors, to, count, stride, INDICES);                                              \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

@@ -91,7 +91,7 @@ pub(super) struct LogProbRows<'b> {
 }
 
 /// The number of values that the kernels keep of each row.
-const ROW_VALUES: usize = 7;
+const ROW_VALUES: usize = 8;
 /// Rows of logits are padded to a multiple of this many elements, so that each is aligned to 16 bytes in every dtype.
 pub(super) const ROW_ALIGN: usize = 8;
 
@@ -117,6 +117,11 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     pub(super) fn log_prob_rows(&self) -> Result<Buffer> {
         let elements = self.rows_per_chunk / self.inputs.sizes.components * self.stride;
         Buffer::unwritten(self.gpu, elements, DType::F32, self.logits.tensor.device())
+    }
+
+    /// The factors of the chunk's rows (`relative.h`).
+    pub(super) fn row_factors(&self) -> Read {
+        Read(self.row_values.at(7 * self.rows_per_chunk))
     }
 
     /// The arguments of the chunk that has the given positions, without an objective.
@@ -145,6 +150,13 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// Computes the first product, the logits of the chunk's rows, and the log-sum-exp of each row.
     pub(super) fn compute_logits(&self, positions: &Range<usize>, arguments: ChunkArguments) -> Result<()> {
+        self.first_product(positions)?;
+        let ChunkArguments { logits, objective, rows } = arguments;
+        RowLogSumExpArguments { logits, objective, rows }.launch(self.gpu, self.inputs.rows(positions).len())
+    }
+
+    /// Computes the first product.
+    pub(super) fn first_product(&self, positions: &Range<usize>) -> Result<()> {
         let rows = self.inputs.rows(positions);
         for (i, columns) in self.inputs.columns.iter().enumerate() {
             self.gpu.multiply(&DeviceProduct {
@@ -160,8 +172,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
                 accumulates: i > 0,
             })?;
         }
-        let ChunkArguments { logits, objective, rows: row_values } = arguments;
-        RowLogSumExpArguments { logits, objective, rows: row_values }.launch(self.gpu, rows.len())
+        Ok(())
     }
 
     /// Turns the log-sum-exps of the chunk's rows over this rank's ids, and the logits of the targets that it has, into

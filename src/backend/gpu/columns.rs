@@ -1,12 +1,14 @@
 //! Some columns of the contexts and of the decoder on a GPU, as the operands of products: where many rows are multiplied
 //! in half precision, copies with padded rows (`kernels/columns.h`).
 
+use std::ops::Range;
+
 use candle_core::{DType, Tensor, D};
 
 use super::arguments::{Read, Write};
 use super::chunks::matrix;
-use super::device::{Buffer, DeviceMatrix, Gpu};
-use super::kernels::{KernelArguments, PadRowsArguments, RoundRowsArguments};
+use super::device::{Buffer, DeviceMatrix, Gpu, BLOCK};
+use super::kernels::{KernelArguments, PadRowsArguments, RoundRowsArguments, ScaleRowsArguments};
 use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Planned;
 use crate::error::Result;
@@ -17,7 +19,7 @@ const LEAST_PADDED_ROWS: usize = 256;
 /// The rows, relative to the columns, from which on copies are worth their time for the bias's gradient alone.
 const ROWS_PER_COLUMN: usize = 8;
 /// The rows that a block of the kernels copies, one each warp.
-const ROWS_PER_BLOCK: usize = 8;
+pub(super) const ROWS_PER_BLOCK: usize = BLOCK / 32;
 
 /// Some columns of the contexts and of the decoder: those of the weight, or those of the adapter.
 pub(super) struct DeviceColumns {
@@ -45,7 +47,7 @@ impl DeviceColumns {
         let split = operands.adapter_columns()?.start;
         let parts = [(0..split, Some(&operands.weight)), (operands.adapter_columns()?, operands.adapter.as_ref())];
         let padding = Padding::new(gpu, planned, split);
-        let columns = |(columns, decoder): (std::ops::Range<usize>, Option<&Tensor>)| {
+        let columns = |(columns, decoder): (Range<usize>, Option<&Tensor>)| {
             let decoder = decoder?;
             let has_ones = columns.start == 0 && padding.is_some_and(|padding| padding.has_ones);
             let contexts = operands.contexts.narrow(2, columns.start, columns.len());
@@ -139,15 +141,40 @@ impl DeviceColumns {
             return Ok(shaped.narrow(D::Minus1, 0, width)?);
         }
         let to = Buffer::unwritten(gpu, rows * width, DType::BF16, padded.tensor.device())?;
+        self.round(gpu, padded, Read(0), Write(to.at(0)), rows)?;
+        Ok(to.tensor.reshape((rows, width))?)
+    }
+
+    /// Rounds the first `rows` rows of a gradient `[.., stride]` to bf16, without the padding, times a factor of each row
+    /// unless `factors` is null.
+    pub(super) fn round<G: Gpu>(&self, gpu: &G, padded: &Buffer, factors: Read, to: Write, rows: usize) -> Result<()> {
         let arguments = RoundRowsArguments {
             from: Read(padded.at(0)),
-            to: Write(to.at(0)),
+            factors,
+            to,
             count: rows as i64,
-            width: width as i32,
-            stride: stride as i32,
+            width: self.width as i32,
+            stride: self.stride as i32,
         };
-        arguments.launch_for(gpu, dtype, rows.div_ceil(ROWS_PER_BLOCK))?;
-        Ok(to.tensor.reshape((rows, width))?)
+        arguments.launch_for(gpu, padded.tensor.dtype(), rows.div_ceil(ROWS_PER_BLOCK))
+    }
+
+    /// Multiplies some rows of the contexts by a factor of each.
+    pub(super) fn scale_contexts<G: Gpu>(
+        &self,
+        gpu: &G,
+        rows: &Range<usize>,
+        factors: Read,
+        to: &Buffer,
+    ) -> Result<()> {
+        let arguments = ScaleRowsArguments {
+            from: Read(self.contexts.at(rows.start * self.stride)),
+            factors,
+            to: Write(to.at(0)),
+            count: rows.len() as i64,
+            stride: self.stride as i32,
+        };
+        arguments.launch_for(gpu, to.tensor.dtype(), rows.len().div_ceil(ROWS_PER_BLOCK))
     }
 
     /// The bias's gradient `[vocab]`, f32, in that of the decoder: the column that the contexts' column of ones gives.

@@ -7,7 +7,7 @@ use super::chunks::{matrix, Chunks};
 use super::columns::DeviceColumns;
 use super::device::{Buffer, DeviceMatrix, Gpu};
 use crate::backend::operands::Sizes;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The gradients that are needed.
 pub(super) struct DeviceGradients {
@@ -23,10 +23,21 @@ pub(super) struct DeviceGradients {
 
 /// The gradients of some columns of the contexts and of the decoder.
 pub(super) struct DeviceColumnGradient {
+    /// `[rows, stride]`, or with relative exponentials, `[rows, width]`
     pub(super) contexts: Option<Buffer>,
     pub(super) decoder: Option<Buffer>,
     /// Whether `decoder` holds the gradient of earlier losses.
     pub(super) has_so_far: bool,
+    /// What relative exponentials need besides.
+    pub(super) relative: Option<RelativeColumns>,
+}
+
+/// The operands and results of a chunk's products with relative exponentials.
+pub(super) struct RelativeColumns {
+    /// `[rows of a chunk, stride]`, f32: the gradient of the contexts without the factors of the rows.
+    pub(super) context_gradient: Buffer,
+    /// `[rows of a chunk, stride]`: the contexts times the factors of the rows.
+    pub(super) scaled_contexts: Buffer,
 }
 
 /// Where the kernels write the gradient of a chunk's logits, which is an operand of the second and third product.
@@ -35,6 +46,13 @@ pub(super) enum LogitGradient {
     InPlace,
     /// `[rows of a chunk, stride]`, in the dtype of the products.
     Separate(Buffer),
+    /// `[rows of a chunk, stride]`: exponentials of the logits, each row of which becomes its gradient by a factor
+    /// (`kernels/relative.h`).
+    Relative {
+        exponentials: Buffer,
+        /// `[rows of a chunk]`, in the dtype of the products.
+        factors: Buffer,
+    },
 }
 
 /// The gradient of the bias: the sum of the rows of the logits' gradient, computed as a product with ones.
@@ -63,6 +81,7 @@ impl DeviceGradients {
     pub(super) fn new<G: Gpu>(
         chunks: &Chunks<'_, G>,
         has_own_targets: bool,
+        is_relative: bool,
         sums: Sums,
         so_far: Option<Tensor>,
     ) -> Result<Self> {
@@ -85,8 +104,16 @@ impl DeviceGradients {
         let has_one_chunk = planned.plan.positions_per_chunk >= positions;
         let decoder_dtype = if has_one_chunk { result_dtype } else { DType::F32 };
         let column_gradient = |(columns, (is_needed, so_far)): (&DeviceColumns, (bool, Option<Tensor>))| {
+            let relative = || {
+                Ok::<_, Error>(RelativeColumns {
+                    context_gradient: unwritten(rows * columns.stride, DType::F32)?,
+                    scaled_contexts: unwritten(rows * columns.stride, inputs.dtype)?,
+                })
+            };
+            let columns_of_result = if is_relative { columns.width } else { columns.stride };
             Ok(DeviceColumnGradient {
-                contexts: optional(needs_grad.contexts, positions * components * columns.stride, result_dtype)?,
+                contexts: optional(needs_grad.contexts, positions * components * columns_of_result, result_dtype)?,
+                relative: is_relative.then(relative).transpose()?,
                 has_so_far: so_far.is_some(),
                 decoder: match so_far {
                     Some(so_far) => Some(Buffer::new(*gpu, columns.padded_gradient(&so_far)?)?),
@@ -101,6 +128,10 @@ impl DeviceGradients {
             sums,
             logits: match dtype {
                 DType::F32 => LogitGradient::InPlace,
+                _ if is_relative => LogitGradient::Relative {
+                    exponentials: unwritten(rows * stride, dtype)?,
+                    factors: unwritten(*rows, dtype)?,
+                },
                 _ => LogitGradient::Separate(unwritten(rows * stride, dtype)?),
             },
             columns: inputs.columns.iter().zip(decoders).map(column_gradient).collect::<Result<_>>()?,
@@ -121,7 +152,7 @@ impl DeviceGradients {
     pub(super) fn logit_matrix<G>(&self, chunks: &Chunks<'_, G>) -> DeviceMatrix {
         let buffer = match &self.logits {
             LogitGradient::InPlace => &chunks.logits,
-            LogitGradient::Separate(gradient) => gradient,
+            LogitGradient::Separate(gradient) | LogitGradient::Relative { exponentials: gradient, .. } => gradient,
         };
         matrix(buffer, 0, chunks.stride)
     }

@@ -12,7 +12,7 @@ use crate::error::Result;
 
 /// The headers of the kernels, by their names in `gpu/kernels`, in the order in which the sources include them.
 #[cfg(any(feature = "metal", test))]
-pub(in crate::backend) const HEADERS: [(&str, &str); 10] = [
+pub(in crate::backend) const HEADERS: [(&str, &str); 11] = [
     ("arguments.h", include_str!("kernels/arguments.h")),
     ("reductions.h", include_str!("kernels/reductions.h")),
     ("ranking.h", include_str!("kernels/ranking.h")),
@@ -23,6 +23,7 @@ pub(in crate::backend) const HEADERS: [(&str, &str); 10] = [
     ("targets.h", include_str!("kernels/targets.h")),
     ("activation.h", include_str!("kernels/activation.h")),
     ("columns.h", include_str!("kernels/columns.h")),
+    ("relative.h", include_str!("kernels/relative.h")),
 ];
 
 /// The arguments of a kernel.
@@ -212,7 +213,7 @@ kernels! {
     }
 }
 
-// In columns.h:
+// In columns.h, for CUDA:
 kernels! {
     pad_rows(PadRowsArguments) {
         from: Read,
@@ -225,9 +226,35 @@ kernels! {
     }
     round_rows(RoundRowsArguments) {
         from: Read,
+        factors: Read,
         to: Write,
         count: i64,
         width: i32,
+        stride: i32,
+    }
+}
+
+// In relative.h, for CUDA:
+kernels! {
+    row_exponentials(RowExponentialsArguments) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        exponentials: Write,
+    }
+    row_factors(RowFactorsArguments) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        exponentials: Write,
+        factors: Write,
+        count: i64,
+    }
+    scale_rows(ScaleRowsArguments) {
+        from: Read,
+        factors: Read,
+        to: Write,
+        count: i64,
         stride: i32,
     }
 }

@@ -6,12 +6,13 @@ use candle_core::{DType, Tensor};
 
 use super::arguments::{Read, RowsArgument, ScoredArgument, Write};
 use super::chunks::{is_argmax, matrix, ChunkArguments, Chunks, LogProbRows, MixtureResults};
+use super::columns::ROWS_PER_BLOCK;
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
 use super::device_scores::DeviceScores;
-use super::gradients::{BiasGradient, DeviceGradients, Sums};
+use super::gradients::{BiasGradient, DeviceGradients, LogitGradient, Sums};
 use super::kernels::{
-    KernelArguments, PositionGradientsArguments, PositionLossArguments, RowGradientArguments, RowSoftMassArguments,
-    RowTargetGradientArguments,
+    KernelArguments, PositionGradientsArguments, PositionLossArguments, RowExponentialsArguments, RowFactorsArguments,
+    RowGradientArguments, RowSoftMassArguments, RowTargetGradientArguments,
 };
 use super::objective::DeviceObjective;
 use super::shared_targets::SharedTargets;
@@ -89,7 +90,12 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let gradients = || {
             let so_far = so_far.filter(|_| needs_grad.weight).and_then(GradientSoFar::take);
             let has_own_targets = matches!(targets, DeviceTargets::Own(_));
-            DeviceGradients::new(&chunks, has_own_targets, sums, so_far)
+            let is_relative = sums == Sums::Final
+                && matches!(targets, DeviceTargets::Hard)
+                && objective.terms.z_loss == 0.0
+                && chunks.inputs.softcap == 0.0
+                && chunks.gpu.kind().product_dtype(chunks.inputs.dtype) == DType::BF16;
+            DeviceGradients::new(&chunks, has_own_targets, is_relative, sums, so_far)
         };
         Ok(LossChunks {
             results: DeviceResults {
@@ -154,7 +160,11 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let (mut contexts, mut decoder, mut bias) = (Vec::new(), Vec::new(), None);
         for (columns, gradient) in self.chunks.inputs.columns.iter().zip(gradients.columns) {
             if let Some(padded) = &gradient.contexts {
-                let gradient = columns.without_padding(gpu, padded, positions * components, is_final)?;
+                let rows = positions * components;
+                let gradient = match gradient.relative {
+                    Some(_) => padded.tensor.narrow(0, 0, rows * columns.width)?,
+                    None => columns.without_padding(gpu, padded, rows, is_final)?,
+                };
                 contexts.push(gradient.reshape((positions, components, columns.width))?);
             }
             if let (Some(padded), true) = (&gradient.decoder, columns.has_ones) {
@@ -237,6 +247,17 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         };
         arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))?;
         let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
+        if let LogitGradient::Relative { factors, .. } = &gradients.logits {
+            let arguments = RowFactorsArguments {
+                logits,
+                objective,
+                rows: row_values,
+                exponentials: Write(address),
+                factors: Write(factors.at(0)),
+                count: rows.len() as i64,
+            };
+            return arguments.launch_for(self.chunks.gpu, dtype, rows.len().div_ceil(ROWS_PER_BLOCK));
+        }
         if self.has_only_targets() && self.chunks.inputs.softcap == 0.0 {
             let arguments =
                 RowTargetGradientArguments { logits, objective, rows: row_values, gradient: Write(address) };
@@ -266,7 +287,10 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             n: 1,
             k: self.chunks.inputs.rows(positions).len(),
             lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
-            rhs: matrix(ones, 0, 1),
+            rhs: match &gradients.logits {
+                LogitGradient::Relative { factors, .. } => matrix(factors, 0, 1),
+                _ => matrix(ones, 0, 1),
+            },
             out: sum.at(0),
             out_dtype: DType::F32,
             out_stride: 1,
@@ -288,7 +312,17 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
 
 impl<G: Gpu> Steps for LossChunks<'_, G> {
     fn first_product(&mut self, positions: Range<usize>) -> Result<()> {
-        self.chunks.compute_logits(&positions, self.arguments(&positions))?;
+        let arguments @ ChunkArguments { logits, objective, rows } = self.arguments(&positions);
+        match self.gradients.as_ref().map(|gradients| &gradients.logits) {
+            Some(LogitGradient::Relative { exponentials, .. }) => {
+                self.chunks.first_product(&positions)?;
+                let exponentials_at = Write(exponentials.at(0));
+                let arguments = RowExponentialsArguments { logits, objective, rows, exponentials: exponentials_at };
+                let rows = self.chunks.inputs.rows(&positions).len();
+                arguments.launch_for(self.chunks.gpu, exponentials.tensor.dtype(), rows)?;
+            }
+            _ => self.chunks.compute_logits(&positions, arguments)?,
+        }
         match &self.targets {
             DeviceTargets::Shared(targets) => self.chunks.join_ranks(targets.shard, &targets.owners[positions]),
             _ => Ok(()),
@@ -312,18 +346,26 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let rows = inputs.rows(&positions);
         for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
             let Some(contexts) = &gradient.contexts else { continue };
+            let (out, out_dtype) = match &gradient.relative {
+                Some(relative) => (relative.context_gradient.at(0), DType::F32),
+                None => (contexts.at(rows.start * columns.stride), contexts.tensor.dtype()),
+            };
             gpu.multiply(&DeviceProduct {
                 m: rows.len(),
                 n: columns.stride,
                 k: columns.decoder_rows,
                 lhs: gradients.logit_matrix(&self.chunks),
                 rhs: columns.decoder(false),
-                out: contexts.at(rows.start * columns.stride),
-                out_dtype: contexts.tensor.dtype(),
+                out,
+                out_dtype,
                 out_stride: columns.stride,
                 alpha: self.objective.alpha(),
                 accumulates: false,
             })?;
+            if let Some(relative) = &gradient.relative {
+                let to = Write(contexts.at(rows.start * columns.width));
+                columns.round(*gpu, &relative.context_gradient, self.chunks.row_factors(), to, rows.len())?;
+            }
         }
         Ok(())
     }
@@ -334,12 +376,19 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let rows = inputs.rows(&positions);
         for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
             let Some(decoder) = &gradient.decoder else { continue };
+            let contexts = match &gradient.relative {
+                Some(relative) => {
+                    columns.scale_contexts(*gpu, &rows, self.chunks.row_factors(), &relative.scaled_contexts)?;
+                    matrix(&relative.scaled_contexts, 0, columns.stride)
+                }
+                None => matrix(&columns.contexts, rows.start, columns.stride),
+            };
             gpu.multiply(&DeviceProduct {
                 m: columns.decoder_rows,
                 n: columns.stride,
                 k: rows.len(),
                 lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
-                rhs: matrix(&columns.contexts, rows.start, columns.stride),
+                rhs: contexts,
                 out: decoder.at(0),
                 out_dtype: decoder.tensor.dtype(),
                 out_stride: columns.stride,

@@ -18,7 +18,7 @@ pub(in crate::backend) fn plan<G: Gpu>(
     budget: Option<usize>,
 ) -> Result<Planned> {
     let kind = gpu.kind();
-    let sizes @ Sizes { components, vocab, .. } = operands.sizes;
+    let sizes @ Sizes { components, context_dim, vocab, .. } = operands.sizes;
     let dtype = match operands.contexts.dtype() {
         dtype @ (DType::F32 | DType::F16 | DType::BF16) => dtype,
         got => {
@@ -31,8 +31,13 @@ pub(in crate::backend) fn plan<G: Gpu>(
     let gradient_dtype = kind.gradient_dtype(dtype);
     let gradient = if gradient_dtype == DType::F32 { 0 } else { stride * gradient_dtype.size_in_bytes() };
     let products = (kind.product_bytes)(sizes, dtype);
-    // The logits, their gradient in the dtype of the products, and at most eight f32 values.
-    let row = stride * f32_size + gradient + products.per_row + 8 * f32_size;
+    // With relative exponentials, a scaled context and its gradient in f32.
+    let relative = match kind.product_dtype(dtype) {
+        DType::F32 => 0,
+        half => (context_dim + 2 * kind.half_row_align) * (half.size_in_bytes() + f32_size),
+    };
+    // The logits, their gradient in the dtype of the products, and at most nine f32 values.
+    let row = stride * f32_size + gradient + relative + products.per_row + 9 * f32_size;
     let (needs_log_probs, scores) = match task {
         Task::Scores { scores, .. } => {
             (scores.need_all_ids, values_per_position(scores.candidates, components) * f32_size)

@@ -67,7 +67,6 @@ FUNCTION void store4(device float *to, thread const float *x) {
 #include "../gpu/kernels/gradients.h"
 #include "../gpu/kernels/targets.h"
 #include "../gpu/kernels/activation.h"
-#include "../gpu/kernels/columns.h"
 
 // One thread per element: converts the element to f32.
 template <typename T> FUNCTION void widen(device const T *from, device float *to, int count, uint block, uint tid) {
@@ -224,14 +223,6 @@ KERNEL position_gradient_scales(device const float *weights, device const float 
     KERNEL tanh_gradient_##name(device const T *result, device const T *upstream, device T *gradient,                  \
                                 constant i64 &count, INDICES) {                                                        \
         functions::tanh_gradient(result, upstream, gradient, count, block, tid);                                       \
-    }                                                                                                                  \
-    KERNEL pad_rows_##name(device const T *from, device T *to, constant i64 &count, constant i64 &rows,                \
-                           constant int &width, constant int &stride, constant int &has_ones, INDICES) {               \
-        functions::pad_rows(from, to, count, rows, width, stride, has_ones, block, tid);                               \
-    }                                                                                                                  \
-    KERNEL round_rows_##name(device const T *from, device Brain *to, constant i64 &count, constant int &width,         \
-                             constant int &stride, INDICES) {                                                          \
-        functions::round_rows(from, to, count, width, stride, block, tid);                                             \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

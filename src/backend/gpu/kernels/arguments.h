@@ -3,7 +3,7 @@
 // names the kernels share.
 //
 // The kernels have one source for two languages: cuda/mixture.cu and metal/mixture.metal include these headers, in the
-// order arguments.h, reductions.h, ranking.h, loss.h, log_probs.h, scores.h, gradients.h, targets.h, activation.h, columns.h, and wrap their
+// order arguments.h, reductions.h, ranking.h, loss.h, log_probs.h, scores.h, gradients.h, targets.h, activation.h, columns.h, relative.h, and wrap their
 // functions into kernels. Before that they define
 //   GLOBAL, SHARED, LOCAL         the address spaces of the device, of a thread block, of a thread
 //   FUNCTION                      the specifiers of a device function
@@ -93,7 +93,7 @@ struct Objective {
 struct Rows {
     GLOBAL const float *log_priors; // [positions, K], or null for one component
     GLOBAL const float *own_logits; // [positions, K]: the logits of own targets, or null
-    GLOBAL float *values;           // [7, count]: the values below
+    GLOBAL float *values;           // [8, count]: the values below
     i64 count;
 
     // The largest logit; zero if all are minus infinity.
@@ -109,6 +109,8 @@ struct Rows {
     FUNCTION GLOBAL float &softmax_scale(i64 row) const { return values[5 * count + row]; }
     // sum_v |q_v| r_k(v), which is zero if no logit has a gradient: masses of both signs may cancel in R_k.
     FUNCTION GLOBAL float &absolute_mass(i64 row) const { return values[6 * count + row]; }
+    // What the exponentials of the row are multiplied by to be its gradient (relative.h).
+    FUNCTION GLOBAL float &factor(i64 row) const { return values[7 * count + row]; }
 
     // log pi_k + log p_k(v), from the logit of v.
     FUNCTION float joint(i64 row, float logit) const {

@@ -14,11 +14,15 @@ FUNCTION void pad_rows(GLOBAL const T *from, GLOBAL T *to, i64 count, i64 rows, 
     }
 }
 
-// Copies the first `width` elements of `count` rows of `stride` elements, rounded to bf16.
+// Copies the first `width` elements of `count` rows of `stride` elements, times the factor of the row if `factors` is not
+// null, rounded to bf16.
 template <typename T>
-FUNCTION void round_rows(GLOBAL const T *from, GLOBAL Brain *to, i64 count, int width, int stride, uint block,
-                         uint tid) {
+FUNCTION void round_rows(GLOBAL const T *from, GLOBAL const float *factors, GLOBAL Brain *to, i64 count, int width,
+                         int stride, uint block, uint tid) {
     const i64 row = (i64)block * WARPS + tid / 32;
     if (row >= count) return;
-    for (int i = tid % 32; i < width; i += 32) store(to + row * width + i, widened(from + row * stride + i));
+    for (int i = tid % 32; i < width; i += 32) {
+        const float x = widened(from + row * stride + i);
+        store(to + row * width + i, factors ? weighted(factors[row], x) : x);
+    }
 }

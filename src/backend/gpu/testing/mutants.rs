@@ -2,6 +2,7 @@
 
 use super::case::{case, error, options, random, top_k_and_truth, Case};
 use super::scores::{scored, ScoreCase};
+use super::tests::error_of_a_late_logit;
 use super::*;
 
 use crate::backend::gpu;
@@ -59,9 +60,15 @@ const SHARED_MUTATIONS: [(&str, &str); 40] = [
 ];
 
 /// Plausible mistakes in kernels that only CUDA launches.
-const CUDA_MUTATIONS: [(&str, &str); 2] = [
+const CUDA_MUTATIONS: [(&str, &str); 8] = [
     ("i == width && has_ones ? 1.f : 0.f", "0.f"),
-    ("widened(from + row * stride + i)", "widened(from + row * width + i)"),
+    ("const float x = widened(from + row * stride + i)", "const float x = widened(from + row * width + i)"),
+    ("factors ? weighted(factors[row], x) : x", "x"),
+    ("weighted(factors[row], widened(from + row * stride + i))", "widened(from + row * stride + i)"),
+    ("rows.largest(r)) - exponential(log_sum);", "rows.largest(r));"),
+    ("rows.softmax_scale(r) * exponential(-log_sum) : 0.f", "exponential(-log_sum) : 0.f"),
+    ("#define MOST_RELATIVE 60.f", "#define MOST_RELATIVE 1000.f"),
+    ("if (!has_no_reference && !(terms", "if (!(terms"),
 ];
 
 /// Plausible mistakes in the Metal source.
@@ -131,8 +138,14 @@ fn wrong_kernels_are_caught() {
                 let gradient = gpu::tanh_gradient(gpu, &operand(&exact), &operand(&upstream)).unwrap();
                 exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
             };
+            // Of the CUDA kernels, since those of Metal take long for so many ids.
+            let late_logits_are_wrong = || {
+                let is_wrong = |&first| exceeds(error_of_a_late_logit(gpu, first, 2048), 1e-2);
+                language == Language::Cuda && [0.0, f32::NEG_INFINITY].iter().any(is_wrong)
+            };
             score_cases.iter().any(scores_are_wrong)
                 || activation_is_wrong()
+                || late_logits_are_wrong()
                 || cases.iter().any(is_wrong)
                 || log_probs_are_wrong()
                 || ids_are_wrong()

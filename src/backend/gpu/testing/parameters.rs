@@ -3,9 +3,11 @@
 use super::*;
 
 use crate::backend::gpu::kernels::{
-    KernelArguments, MixtureLogProbsArguments, PositionGradientScalesArguments, PositionGradientsArguments,
-    PositionLossArguments, PositionMassesArguments, PositionScoresArguments, PositionTargetsArguments,
-    RowGradientArguments, RowLogSumExpArguments, RowSoftMassArguments, TopKArguments,
+    BiasTanhArguments, KernelArguments, MixtureLogProbsArguments, PadRowsArguments, PositionGradientScalesArguments,
+    PositionGradientsArguments, PositionLossArguments, PositionMassesArguments, PositionScoresArguments,
+    PositionTargetsArguments, RoundRowsArguments, RowExponentialsArguments, RowFactorsArguments, RowGradientArguments,
+    RowLogSumExpArguments, RowSoftMassArguments, RowTargetGradientArguments, ScaleRowsArguments, TanhGradientArguments,
+    TopKArguments,
 };
 use crate::backend::metal::f32_products::{InnerProductsArguments, WidenArguments};
 
@@ -69,6 +71,14 @@ fn the_parameters_of_the_kernels_are_the_fields_of_their_structures() {
     check::<RowGradientArguments>();
     check::<PositionTargetsArguments>();
     check::<PositionGradientScalesArguments>();
+    check::<RowTargetGradientArguments>();
+    check::<BiasTanhArguments>();
+    check::<TanhGradientArguments>();
+    check_in::<PadRowsArguments>(Language::Cuda);
+    check_in::<RoundRowsArguments>(Language::Cuda);
+    check_in::<RowExponentialsArguments>(Language::Cuda);
+    check_in::<RowFactorsArguments>(Language::Cuda);
+    check_in::<ScaleRowsArguments>(Language::Cuda);
     check_in::<InnerProductsArguments>(Language::Metal);
     check_in::<WidenArguments>(Language::Metal);
 }

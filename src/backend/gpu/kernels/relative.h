@@ -1,0 +1,96 @@
+// The kernels of a gradient of the logits that is not written as such: with targets alone, it is the difference of the
+// softmax and the target, times a factor of the row. The first pass over the logits writes their exponentials relative to a
+// reference, the products take these for the gradient, and the factors multiply the contexts and the results instead.
+
+// The exponentials of a row are relative to a logit that is at most this much below the largest, so that they and their
+// sum are in the range of f32.
+#define MOST_RELATIVE 60.f
+
+// The largest term, and the sum of exponentials relative to a common reference.
+struct Terms {
+    float largest;
+    float sum;
+
+    FUNCTION void add(Terms other) {
+        largest = larger(largest, other.largest);
+        sum += other.sum;
+    }
+};
+
+FUNCTION Terms shuffled(Terms x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
+
+// One block per row: computes what `row_log_sum_exp` does, and the exponentials of the logits relative to
+// `rows.largest`, here the largest of the first STEP logits unless others are much larger.
+template <typename T>
+FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GLOBAL T *exponentials, uint block,
+                               uint tid, SHARED Terms *warp_terms) {
+    const i64 r = block;
+    GLOBAL const float *row = logits.z + r * logits.stride;
+    GLOBAL T *to = exponentials + r * logits.stride;
+    Terms terms = {minus_infinity(), 0.f};
+    for (int v = tid; v < STEP && v < logits.vocab; v += BLOCK) terms.largest = larger(terms.largest, logits.at(row, v));
+    const float first_largest = block_reduce(terms, tid, warp_terms).largest;
+    float reference = finite_or_zero(first_largest);
+    for (int pass = 0; pass < 2; ++pass) {
+        terms = {minus_infinity(), 0.f};
+        for (int first = tid * 4; first < logits.stride; first += STEP) {
+            float x[4 * PARTS];
+            for (int part = 0; part < PARTS; ++part) logits.load(row, first + part * BLOCK * 4, x + 4 * part);
+            for (int part = 0; part < PARTS; ++part) {
+                const int v = first + part * BLOCK * 4;
+                for (int i = 0; i < 4; ++i) {
+                    const float logit = v + i < logits.vocab ? logits.finish(x[4 * part + i], v + i) : minus_infinity();
+                    terms.largest = larger(terms.largest, logit);
+                    x[4 * part + i] = exponential(logit - reference);
+                    terms.sum += x[4 * part + i];
+                }
+                if (v < logits.stride) store4(to + v, x + 4 * part);
+            }
+        }
+        terms = block_reduce(terms, tid, warp_terms);
+        const bool has_no_reference = first_largest == minus_infinity() && terms.largest != minus_infinity();
+        if (!has_no_reference && !(terms.largest - reference > MOST_RELATIVE)) break;
+        reference = finite_or_zero(terms.largest);
+    }
+    if (tid == 0) {
+        const int id = objective.id(r / logits.components);
+        rows.largest(r) = reference;
+        rows.log_sum(r) = logarithm(terms.sum);
+        rows.target_logit(r) = id < 0 ? 0.f : logits.at(row, id);
+    }
+}
+
+// One warp per row: subtracts the target from the exponentials of the row, and computes the factor that makes them its
+// gradient. The exponentials of a row without a gradient become zero, because they may be NaN.
+template <typename T>
+FUNCTION void row_factors(Logits logits, Objective objective, Rows rows, GLOBAL T *exponentials, GLOBAL T *factors,
+                          i64 count, uint block, uint tid) {
+    const i64 r = (i64)block * WARPS + tid / 32;
+    if (r >= count) return;
+    GLOBAL T *row = exponentials + r * logits.stride;
+    const int lane = tid % 32, id = objective.id(r / logits.components);
+    const bool has_gradient = rows.hard_mass(r) != minus_infinity();
+    const float log_sum = rows.log_sum(r);
+    const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
+    const float factor = has_gradient ? unit * rows.softmax_scale(r) * exponential(-log_sum) : 0.f;
+    if (lane == 0) {
+        rows.factor(r) = factor;
+        store(factors + r, factor);
+        // Without a z-loss, the mass of the target is that of the whole row.
+        const float target = exponential(rows.target_logit(r) - rows.largest(r)) - exponential(log_sum);
+        if (has_gradient && id >= 0 && id < logits.vocab) store(row + id, target);
+    }
+    for (int v = lane; !has_gradient && v < logits.stride; v += 32) store(row + v, 0.f);
+}
+
+// One warp per row: multiplies the elements of `count` rows by the factor of the row.
+template <typename T>
+FUNCTION void scale_rows(GLOBAL const T *from, GLOBAL const float *factors, GLOBAL T *to, i64 count, int stride,
+                         uint block, uint tid) {
+    const i64 row = (i64)block * WARPS + tid / 32;
+    if (row >= count) return;
+    // A row without a gradient has none from NaN either.
+    for (int i = tid % 32; i < stride; i += 32) {
+        store(to + row * stride + i, weighted(factors[row], widened(from + row * stride + i)));
+    }
+}

@@ -156,13 +156,13 @@ fn large_logits_keep_their_precision() {
     }
 }
 
-/// The error of a loss whose first logits, up to `late`, are `first`, and whose logit of the id `late` is large.
-pub(super) fn error_of_a_late_logit(gpu: &EmulatedGpu, first: f32, late: usize) -> f64 {
+/// The error of a loss whose logits are about `first` up to the id `late`, `largest` at this id, and far less behind it.
+pub(super) fn error_of_a_late_logit(gpu: &EmulatedGpu, (first, largest): (f32, f32), late: usize) -> f64 {
     let vocab = late + 30;
     let case = Case { dtype: DType::BF16, options: LossOptions::new(), chunk: 2, ..case(3, 2, 4, vocab) };
     let change = |operands: Operands| {
         let mut bias = vec![first; late];
-        bias.extend((late..vocab).map(|v| if v == late { 80.0 } else { 1.0 }));
+        bias.extend((late..vocab).map(|v| if v == late { largest } else { largest - 60.0 }));
         let bias = Tensor::new(bias, &Device::Cpu).unwrap();
         Operands { bias: Some(bias.to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
     };
@@ -183,10 +183,11 @@ pub(super) fn error_of_a_late_logit(gpu: &EmulatedGpu, first: f32, late: usize) 
 #[test]
 fn the_largest_logit_may_come_late() {
     for gpu in EmulatedGpu::all() {
-        for first in [0.0, -40.0, 70.0, f32::NEG_INFINITY] {
+        let infinity = f32::INFINITY;
+        for logits in [(0.0, 120.0), (-40.0, 120.0), (70.0, 120.0), (-infinity, 120.0), (-infinity, -150.0)] {
             for late in [3, 2048, 5000] {
-                let error = error_of_a_late_logit(&gpu, first, late);
-                assert!(error <= 1e-2, "{first} {late}: {error}");
+                let error = error_of_a_late_logit(&gpu, logits, late);
+                assert!(error <= 1e-2, "{logits:?} {late}: {error}");
             }
         }
     }

@@ -38,6 +38,8 @@ static const machine::Kernel kernels[] = {
     KERNEL(position_gradients),
     KERNEL(position_targets),
     KERNEL(position_gradient_scales),
+    KERNEL(reduction_scales),
+    KERNEL(weigh_losses),
     KERNELS_FOR(f32),
     KERNELS_FOR(f16),
     KERNELS_FOR(bf16),

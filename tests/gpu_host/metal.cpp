@@ -48,6 +48,8 @@ static const machine::Kernel kernels[] = {
     KERNEL(position_gradients),
     KERNEL(position_targets),
     KERNEL(position_gradient_scales),
+    KERNEL(reduction_scales),
+    KERNEL(weigh_losses),
     KERNEL(mixture_log_probs_f32),
     KERNEL(mixture_log_probs_f16),
     KERNEL(mixture_log_probs_bf16),

@@ -100,6 +100,16 @@ KERNEL position_targets(const i64 *targets, const float *position_weights, const
     functions::position_targets(targets, position_weights, class_weights, ignore_index, has_ignore_index, smoothing,
                                 ids, hard, weights, counts, positions, vocab, first_row, row_count, INDICES);
 }
+KERNEL reduction_scales(const float *weights, const float *counts, const float *class_bound, int is_mean, float constant_scale,
+                        float *scalars, int positions) {
+    __shared__ Extent warp_extents[WARPS];
+    functions::reduction_scales(weights, counts, class_bound, is_mean, constant_scale, scalars, positions, threadIdx.x,
+                                warp_extents);
+}
+KERNEL weigh_losses(const float *weights, const float *losses, float *objectives, float *sum, int positions) {
+    __shared__ float warp_values[WARPS];
+    functions::weigh_losses(weights, losses, objectives, sum, positions, threadIdx.x, warp_values);
+}
 KERNEL position_gradient_scales(const float *weights, const float *upstream, const float *common_scale,
                                 const float *largest_weight, float *scales, int positions) {
     functions::position_gradient_scales(weights, upstream, common_scale, largest_weight, scales, positions, INDICES);
@@ -133,8 +143,8 @@ KERNEL position_gradient_scales(const float *weights, const float *upstream, con
         functions::round_rows(from, factors, to, count, width, stride, INDICES);                                       \
     }                                                                                                                  \
     KERNEL row_exponentials_##name(Logits logits, Objective objective, Rows rows, T *exponentials) {                   \
-        __shared__ Terms warp_terms[WARPS];                                                                            \
-        functions::row_exponentials(logits, objective, rows, exponentials, INDICES, warp_terms);                       \
+        __shared__ Extent warp_extents[WARPS];                                                                          \
+        functions::row_exponentials(logits, objective, rows, exponentials, INDICES, warp_extents);                     \
     }                                                                                                                  \
     KERNEL row_factors_##name(Logits logits, Objective objective, Rows rows, T *exponentials, T *factors, i64 count) { \
         functions::row_factors(logits, objective, rows, exponentials, factors, count, INDICES);                        \

@@ -187,6 +187,22 @@ kernels! {
         first_row: i64,
         row_count: i32,
     }
+    reduction_scales(ReductionScalesArguments) {
+        weights: Read,
+        counts: Read,
+        class_bound: Read,
+        is_mean: i32,
+        constant_scale: f32,
+        scalars: Write,
+        positions: i32,
+    }
+    weigh_losses(WeighLossesArguments) {
+        weights: Read,
+        losses: Read,
+        objectives: Write,
+        sum: Write,
+        positions: i32,
+    }
     position_gradient_scales(PositionGradientScalesArguments) {
         weights: Read,
         upstream: Read,

@@ -12,7 +12,7 @@ use super::device_scores::DeviceScores;
 use super::gradients::{BiasGradient, DeviceGradients, LogitGradient, Sums};
 use super::kernels::{
     KernelArguments, PositionGradientsArguments, PositionLossArguments, RowExponentialsArguments, RowFactorsArguments,
-    RowGradientArguments, RowSoftMassArguments, RowTargetGradientArguments,
+    RowGradientArguments, RowSoftMassArguments, RowTargetGradientArguments, WeighLossesArguments,
 };
 use super::objective::DeviceObjective;
 use super::shared_targets::SharedTargets;
@@ -20,11 +20,6 @@ use crate::backend::objective::{GradientSoFar, Gradients, LossResults};
 use crate::backend::operands::Sizes;
 use crate::backend::plan::Steps;
 use crate::error::Result;
-
-/// Returns `weights * values`, and zero where the weight is zero, even for an infinite value or NaN.
-fn weigh(weights: &Tensor, values: &Tensor) -> candle_core::Result<Tensor> {
-    weights.eq(0f32)?.where_cond(&values.zeros_like()?, &(values * weights)?)
-}
 
 /// The chunks of a loss.
 pub(super) struct LossChunks<'a, G> {
@@ -113,12 +108,15 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     /// The results after all chunks, without the gradients.
     pub(super) fn results(&self) -> Result<LossResults> {
         let DeviceResults { nll, losses, argmax } = &self.results;
-        let [nll, losses] = [nll, losses].map(|buffer| &buffer.tensor);
+        let nll = &nll.tensor;
         let targets = self.objective.targets.as_ref();
-        let (objective, count) = match targets {
-            Some(targets) => (weigh(&targets.weights.tensor, losses)?, targets.count.clone()),
+        let (objective, sum, count) = match targets {
+            Some(targets) => {
+                let (objective, sum) = self.weigh(&targets.weights, losses)?;
+                (objective, sum, targets.count()?)
+            }
             // Without targets, the caller has the log-probabilities, and needs only the gradients.
-            None => (losses.clone(), losses.zeros_like()?.sum_all()?),
+            None => (losses.tensor.clone(), losses.tensor.sum_all()?, losses.tensor.zeros_like()?.sum_all()?),
         };
         let is_correct = match targets {
             // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
@@ -132,11 +130,28 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         Ok(LossResults {
             objective: objective.narrow(0, 0, positions)?,
             nll: nll.narrow(0, 0, positions)?,
-            sum: objective.sum_all()?,
+            sum,
             count,
             is_correct: is_correct.map(|is_correct| is_correct.narrow(0, 0, positions)).transpose()?,
             gradients: Gradients::default(),
         })
+    }
+
+    /// The losses of all positions times their weights, and the sum of these.
+    fn weigh(&self, weights: &Buffer, losses: &Buffer) -> Result<(Tensor, Tensor)> {
+        let Chunks { gpu, inputs, logits, .. } = &self.chunks;
+        let (positions, device) = (inputs.sizes.positions, logits.tensor.device());
+        let objectives = Buffer::unwritten(*gpu, positions, DType::F32, device)?;
+        let sum = Buffer::unwritten(*gpu, 1, DType::F32, device)?;
+        let arguments = WeighLossesArguments {
+            weights: Read(weights.at(0)),
+            losses: Read(losses.at(0)),
+            objectives: Write(objectives.at(0)),
+            sum: Write(sum.at(0)),
+            positions: positions as i32,
+        };
+        arguments.launch(*gpu, 1)?;
+        Ok((objectives.tensor, sum.tensor.squeeze(0)?))
     }
 
     /// The gradient of the logits of own targets, `[positions, K]`.

@@ -62,7 +62,7 @@ impl DeviceObjective {
     pub(super) fn from_targets<G: Gpu>(gpu: &G, loss: &TargetLoss, operands: &Operands) -> Result<Self> {
         let class_weights = Buffer::from_option(gpu, &loss.class_weights)?;
         let targets = DeviceTargetIds::new(gpu, loss, &class_weights, operands)?;
-        let GradientScales { scales, factor } = GradientScales::new(gpu, loss, &targets, &class_weights)?;
+        let GradientScales { scales, factor } = GradientScales::new(gpu, loss, &targets)?;
         Ok(DeviceObjective {
             targets: Some(targets),
             scales: Some(scales),

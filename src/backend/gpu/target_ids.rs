@@ -5,7 +5,9 @@ use candle_core::{DType, Tensor, D};
 
 use super::arguments::{Read, Write};
 use super::device::{Buffer, Gpu, BLOCK};
-use super::kernels::{KernelArguments, PositionGradientScalesArguments, PositionTargetsArguments};
+use super::kernels::{
+    KernelArguments, PositionGradientScalesArguments, PositionTargetsArguments, ReductionScalesArguments,
+};
 use crate::backend::objective::{GradScale, TargetLoss};
 use crate::backend::operands::Operands;
 use crate::error::Result;
@@ -17,8 +19,8 @@ pub(super) struct DeviceTargetIds {
     /// The mass of each target in `q`.
     pub(super) hard: Buffer,
     pub(super) weights: Buffer,
-    /// The denominator of the mean, a scalar.
-    pub(super) count: Tensor,
+    /// `[4]`: the scalars of the kernel `reduction_scales`.
+    scalars: Buffer,
 }
 
 impl DeviceTargetIds {
@@ -62,7 +64,37 @@ impl DeviceTargetIds {
             row_count: rows.len() as i32,
         };
         arguments.launch(gpu, positions.div_ceil(BLOCK))?;
-        Ok(DeviceTargetIds { ids, hard, weights, count: counts.tensor.sum_all()? })
+        let scalars = Buffer::unwritten(gpu, 4, DType::F32, device)?;
+        let class_bound = match class_weights {
+            Some(class_weights) => Some(Buffer::new(gpu, class_weights.tensor.abs()?.max(0)?)?),
+            None => None,
+        };
+        let (is_mean, constant_scale) = match loss.scale {
+            GradScale::OneOverCount => (true, 1.0),
+            GradScale::Constant(factor) => (false, factor),
+            GradScale::Upstream(_) => (false, 1.0),
+        };
+        let arguments = ReductionScalesArguments {
+            weights: Read(weights.at(0)),
+            counts: Read(counts.at(0)),
+            class_bound: Read(Buffer::or_null(&class_bound)),
+            is_mean: i32::from(is_mean),
+            constant_scale: constant_scale as f32,
+            scalars: Write(scalars.at(0)),
+            positions: positions as i32,
+        };
+        arguments.launch(gpu, 1)?;
+        Ok(DeviceTargetIds { ids, hard, weights, scalars })
+    }
+
+    /// The denominator of the mean, a scalar.
+    pub(super) fn count(&self) -> Result<Tensor> {
+        self.scalar(0)
+    }
+
+    /// One of the scalars of the kernel `reduction_scales`.
+    fn scalar(&self, i: usize) -> Result<Tensor> {
+        Ok(self.scalars.tensor.narrow(0, i, 1)?.squeeze(0)?)
     }
 }
 
@@ -76,24 +108,25 @@ pub(super) struct GradientScales {
 
 impl GradientScales {
     /// The scales that follow from the weights and the reduction of a loss.
-    pub(super) fn new<G: Gpu>(
-        gpu: &G,
-        loss: &TargetLoss,
-        targets: &DeviceTargetIds,
-        class_weights: &Option<Buffer>,
-    ) -> Result<Self> {
+    pub(super) fn new<G: Gpu>(gpu: &G, loss: &TargetLoss, targets: &DeviceTargetIds) -> Result<Self> {
         let positions = loss.targets.elem_count();
         let scales = Buffer::unwritten(gpu, positions, DType::F32, loss.targets.device())?;
         let upstream = counted_upstream(gpu, loss, targets)?;
-        let common_scale = common_scale(loss, targets, &upstream)?;
-        let largest_weight = Buffer::new(gpu, weight_bound(targets, class_weights)?)?;
-        let factor = (&common_scale * &largest_weight.tensor)?;
-        let common_scale = Buffer::new(gpu, common_scale)?;
+        // With upstream gradients, the factor of all of them is the largest.
+        let (largest_upstream, factor) = match &upstream {
+            Some(upstream) if positions > 0 => {
+                let largest = upstream.tensor.abs()?.max(D::Minus1)?;
+                let factor = (&largest * targets.scalar(2)?)?;
+                (Some(Buffer::new(gpu, largest)?), factor)
+            }
+            _ => (None, targets.scalar(3)?),
+        };
+        let common_scale = largest_upstream.as_ref().map_or(targets.scalars.at(1), |largest| largest.at(0));
         let arguments = PositionGradientScalesArguments {
             weights: Read(targets.weights.at(0)),
             upstream: Read(Buffer::or_null(&upstream)),
-            common_scale: Read(common_scale.at(0)),
-            largest_weight: Read(largest_weight.at(0)),
+            common_scale: Read(common_scale),
+            largest_weight: Read(targets.scalars.at(2)),
             scales: Write(scales.at(0)),
             positions: positions as i32,
         };
@@ -112,26 +145,4 @@ fn counted_upstream<G: Gpu>(gpu: &G, loss: &TargetLoss, targets: &DeviceTargetId
     }
     let counts = targets.weights.tensor.ne(0f32)?;
     Ok(Some(Buffer::new(gpu, counts.where_cond(&upstream, &upstream.zeros_like()?)?)?))
-}
-
-/// The factor that the reduction gives to the gradients of all positions, a scalar; of upstream gradients, the largest.
-fn common_scale(loss: &TargetLoss, targets: &DeviceTargetIds, upstream: &Option<Buffer>) -> Result<Tensor> {
-    let count = &targets.count;
-    Ok(match (upstream, &loss.scale) {
-        (Some(upstream), _) if upstream.tensor.elem_count() > 0 => upstream.tensor.abs()?.max(D::Minus1)?,
-        (None, GradScale::OneOverCount) => count.eq(0f32)?.where_cond(&count.zeros_like()?, &count.recip()?)?,
-        (None, GradScale::Constant(factor)) => (count.ones_like()? * *factor)?,
-        _ => count.ones_like()?,
-    })
-}
-
-/// Returns an upper bound on the magnitude of a position's weight, as a scalar: the largest magnitude of a position weight
-/// times that of a class weight. It is 1 in place of 0, because the kernel divides by it.
-fn weight_bound(targets: &DeviceTargetIds, class_weights: &Option<Buffer>) -> Result<Tensor> {
-    let largest = targets.weights.tensor.abs()?.max(0)?;
-    let largest = match class_weights {
-        Some(class_weights) => (largest * class_weights.tensor.abs()?.max(0)?)?,
-        None => largest,
-    };
-    Ok(largest.eq(0f32)?.where_cond(&largest.ones_like()?, &largest)?)
 }

@@ -201,6 +201,18 @@ KERNEL position_targets(device const i64 *targets, device const float *position_
                                 has_ignore_index, smoothing, ids, hard, weights, counts, positions, vocab, first_row,
                                 row_count, block, tid);
 }
+KERNEL reduction_scales(device const float *weights, device const float *counts, device const float *class_bound,
+                        constant int &is_mean, constant float &constant_scale, device float *scalars,
+                        constant int &positions, INDICES) {
+    SHARED_ARRAY(Extent, warp_extents, WARPS);
+    functions::reduction_scales(weights, counts, GIVEN(2, class_bound), is_mean, constant_scale, scalars, positions, tid,
+                                warp_extents);
+}
+KERNEL weigh_losses(device const float *weights, device const float *losses, device float *objectives,
+                    device float *sum, constant int &positions, INDICES) {
+    SHARED_ARRAY(float, warp_values, WARPS);
+    functions::weigh_losses(weights, losses, objectives, sum, positions, tid, warp_values);
+}
 KERNEL position_gradient_scales(device const float *weights, device const float *upstream,
                                 device const float *common_scale, device const float *largest_weight,
                                 device float *scales, constant int &positions, INDICES) {

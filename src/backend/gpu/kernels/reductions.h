@@ -14,6 +14,18 @@ struct Sum {
 };
 
 FUNCTION Sum shuffled(Sum x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
+// The largest of some terms, and a sum over them.
+struct Extent {
+    float largest;
+    float sum;
+
+    FUNCTION void add(Extent other) {
+        largest = larger(largest, other.largest);
+        sum += other.sum;
+    }
+};
+
+FUNCTION Extent shuffled(Extent x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
 FUNCTION void join(LOCAL float &x, float other) { x += other; }
 template <typename X> FUNCTION void join(LOCAL X &x, X other) { x.add(other); }
 

@@ -6,33 +6,20 @@
 // sum are in the range of f32.
 #define MOST_RELATIVE 60.f
 
-// The largest term, and the sum of exponentials relative to a common reference.
-struct Terms {
-    float largest;
-    float sum;
-
-    FUNCTION void add(Terms other) {
-        largest = larger(largest, other.largest);
-        sum += other.sum;
-    }
-};
-
-FUNCTION Terms shuffled(Terms x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
-
 // One block per row: computes what `row_log_sum_exp` does, and the exponentials of the logits relative to
 // `rows.largest`, here the largest of the first STEP logits unless others are much larger.
 template <typename T>
 FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GLOBAL T *exponentials, uint block,
-                               uint tid, SHARED Terms *warp_terms) {
+                               uint tid, SHARED Extent *warp_extents) {
     const i64 r = block;
     GLOBAL const float *row = logits.z + r * logits.stride;
     GLOBAL T *to = exponentials + r * logits.stride;
-    Terms terms = {minus_infinity(), 0.f};
-    for (int v = tid; v < STEP && v < logits.vocab; v += BLOCK) terms.largest = larger(terms.largest, logits.at(row, v));
-    const float first_largest = block_reduce(terms, tid, warp_terms).largest;
+    Extent extent = {minus_infinity(), 0.f};
+    for (int v = tid; v < STEP && v < logits.vocab; v += BLOCK) extent.largest = larger(extent.largest, logits.at(row, v));
+    const float first_largest = block_reduce(extent, tid, warp_extents).largest;
     float reference = finite_or_zero(first_largest);
     for (int pass = 0; pass < 2; ++pass) {
-        terms = {minus_infinity(), 0.f};
+        extent = {minus_infinity(), 0.f};
         for (int first = tid * 4; first < logits.stride; first += STEP) {
             float x[4 * PARTS];
             for (int part = 0; part < PARTS; ++part) logits.load(row, first + part * BLOCK * 4, x + 4 * part);
@@ -40,22 +27,22 @@ FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GL
                 const int v = first + part * BLOCK * 4;
                 for (int i = 0; i < 4; ++i) {
                     const float logit = v + i < logits.vocab ? logits.finish(x[4 * part + i], v + i) : minus_infinity();
-                    terms.largest = larger(terms.largest, logit);
+                    extent.largest = larger(extent.largest, logit);
                     x[4 * part + i] = exponential(logit - reference);
-                    terms.sum += x[4 * part + i];
+                    extent.sum += x[4 * part + i];
                 }
                 if (v < logits.stride) store4(to + v, x + 4 * part);
             }
         }
-        terms = block_reduce(terms, tid, warp_terms);
-        const bool has_no_reference = first_largest == minus_infinity() && terms.largest != minus_infinity();
-        if (!has_no_reference && !(terms.largest - reference > MOST_RELATIVE)) break;
-        reference = finite_or_zero(terms.largest);
+        extent = block_reduce(extent, tid, warp_extents);
+        const bool has_no_reference = first_largest == minus_infinity() && extent.largest != minus_infinity();
+        if (!has_no_reference && !(extent.largest - reference > MOST_RELATIVE)) break;
+        reference = finite_or_zero(extent.largest);
     }
     if (tid == 0) {
         const int id = objective.id(r / logits.components);
         rows.largest(r) = reference;
-        rows.log_sum(r) = logarithm(terms.sum);
+        rows.log_sum(r) = logarithm(extent.sum);
         rows.target_logit(r) = id < 0 ? 0.f : logits.at(row, id);
     }
 }

@@ -1,4 +1,4 @@
-// The kernels that prepare the targets and weights of all positions, before the chunks.
+// The kernels that prepare the targets and weights of all positions before the chunks, and weigh their losses after them.
 
 // One thread per position: computes the row of the target, which is among the `row_count` ids of the vocabulary from
 // `first_row` on, or why there is none; the mass of the target; the weight of the position; and what it adds to the
@@ -20,6 +20,39 @@ FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *po
     hard[t] = class_weight * (1.f - smoothing);
     weights[t] = weight;
     counts[t] = weight * class_weight;
+}
+
+// One block: computes four scalars from all positions. The first is `count`, the denominator of the mean. The second is
+// the factor of all gradients that the reduction gives: `constant_scale`, or for a mean the reciprocal of `count`, and zero if that
+// is zero. The third is a bound on the magnitude of a position's weight, `class_bound` times the largest, or 1 in place of
+// 0, by which others divide. The last is the product of these two.
+FUNCTION void reduction_scales(GLOBAL const float *weights, GLOBAL const float *counts, GLOBAL const float *class_bound,
+                               int is_mean, float constant_scale, GLOBAL float *scalars, int positions, uint tid,
+                               SHARED Extent *warp_extents) {
+    Extent extent = {0.f, 0.f};
+    for (int t = tid; t < positions; t += BLOCK) extent.add({absolute(weights[t]), counts[t]});
+    extent = block_reduce(extent, tid, warp_extents);
+    if (tid != 0) return;
+    const float mean_scale = extent.sum == 0.f ? 0.f : 1.f / extent.sum;
+    const float bound = class_bound ? extent.largest * *class_bound : extent.largest;
+    scalars[0] = extent.sum;
+    scalars[1] = is_mean ? mean_scale : constant_scale;
+    scalars[2] = bound == 0.f ? 1.f : bound;
+    scalars[3] = scalars[1] * scalars[2];
+}
+
+// One block: multiplies the loss of each position by its weight, and computes the sum of these objectives. A position
+// without weight has none, even if its loss is infinite or NaN.
+FUNCTION void weigh_losses(GLOBAL const float *weights, GLOBAL const float *losses, GLOBAL float *objectives,
+                           GLOBAL float *sum, int positions, uint tid, SHARED float *warp_values) {
+    float part = 0.f;
+    for (int t = tid; t < positions; t += BLOCK) {
+        const float objective = weighted(weights[t], losses[t]);
+        objectives[t] = objective;
+        part += objective;
+    }
+    part = block_reduce(part, tid, warp_values);
+    if (tid == 0) *sum = part;
 }
 
 // One thread per position: computes the scale of its gradients, divided by `common_scale` and by `largest_weight`.

@@ -10,7 +10,7 @@ use crate::backend::objective::{Objective, TargetLoss};
 use crate::loss::{LossOptions, Reduction};
 
 /// Plausible mistakes in the source that both languages share.
-const SHARED_MUTATIONS: [(&str, &str); 40] = [
+const SHARED_MUTATIONS: [(&str, &str); 42] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
     ("if (rows.own_logits && id >= 0) sum.add({rows.own_logits[r], 1.f});", ""),
@@ -19,6 +19,8 @@ const SHARED_MUTATIONS: [(&str, &str); 40] = [
     ("- unit * objective.scale(t) * hard_mass;", ";"),
     ("widened(z + first + i) + widened(bias + i)", "widened(z + first + i)"),
     ("g - y * y * g", "g"),
+    ("extent.sum == 0.f ? 0.f : 1.f / extent.sum", "1.f"),
+    ("const float objective = weighted(weights[t], losses[t]);", "const float objective = losses[t];"),
     ("id / 4 % BLOCK == (int)tid", "id % BLOCK == (int)tid"),
     (
         "const float value = exp_scale * exponential_for<T>(relative);",
@@ -68,7 +70,7 @@ const CUDA_MUTATIONS: [(&str, &str); 8] = [
     ("rows.largest(r)) - exponential(log_sum);", "rows.largest(r));"),
     ("rows.softmax_scale(r) * exponential(-log_sum) : 0.f", "exponential(-log_sum) : 0.f"),
     ("#define MOST_RELATIVE 60.f", "#define MOST_RELATIVE 1000.f"),
-    ("if (!has_no_reference && !(terms", "if (!(terms"),
+    ("if (!has_no_reference && !(extent", "if (!(extent"),
 ];
 
 /// Plausible mistakes in the Metal source.

@@ -5,9 +5,9 @@ use super::*;
 use crate::backend::gpu::kernels::{
     BiasTanhArguments, KernelArguments, MixtureLogProbsArguments, PadRowsArguments, PositionGradientScalesArguments,
     PositionGradientsArguments, PositionLossArguments, PositionMassesArguments, PositionScoresArguments,
-    PositionTargetsArguments, RoundRowsArguments, RowExponentialsArguments, RowFactorsArguments, RowGradientArguments,
-    RowLogSumExpArguments, RowSoftMassArguments, RowTargetGradientArguments, ScaleRowsArguments, TanhGradientArguments,
-    TopKArguments,
+    PositionTargetsArguments, ReductionScalesArguments, RoundRowsArguments, RowExponentialsArguments,
+    RowFactorsArguments, RowGradientArguments, RowLogSumExpArguments, RowSoftMassArguments, RowTargetGradientArguments,
+    ScaleRowsArguments, TanhGradientArguments, TopKArguments, WeighLossesArguments,
 };
 use crate::backend::metal::f32_products::{InnerProductsArguments, WidenArguments};
 
@@ -72,6 +72,8 @@ fn the_parameters_of_the_kernels_are_the_fields_of_their_structures() {
     check::<PositionTargetsArguments>();
     check::<PositionGradientScalesArguments>();
     check::<RowTargetGradientArguments>();
+    check::<ReductionScalesArguments>();
+    check::<WeighLossesArguments>();
     check::<BiasTanhArguments>();
     check::<TanhGradientArguments>();
     check_in::<PadRowsArguments>(Language::Cuda);

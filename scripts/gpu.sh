@@ -4,6 +4,7 @@
 #
 #   scripts/gpu.sh pack [ARCHIVE]                    needs nvcc: builds tests and programs into one archive (gpu.tar.xz)
 #   scripts/gpu.sh run ARCHIVE OUT SECONDS [PART..]  needs a GPU: runs these parts, or all, and ends within SECONDS
+#   scripts/gpu.sh record OUT                        writes what a run measured to benches/results/gpu.jsonl
 #
 # The parts, in the order of their worth: smoke, one small step; exact, values against f64; bf16, the step benchmark; tests,
 # all others; peers, PyTorch on the same shapes; f32; chunks, other sizes of them; profile, the time of each kernel by
@@ -134,7 +135,7 @@ steps() {
     for shape in $2; do
         if limited 45 "$folder/step_time" --shape "$shape" --dtype "$dtype" --device cuda --reps 20 --warmup 3 "${@:3}" \
             >"$logs/step.json" 2>>"$logs/steps.log"; then
-            cat "$logs/step.json" >>"$out/steps.jsonl"
+            sed "s/^{/{\"flags\": \"${*:3}\", /" "$logs/step.json" >>"$out/steps.jsonl"
             python3 - "$logs/step.json" "${*:3}" <<'LINE' | details
 import json, sys
 row = json.load(open(sys.argv[1]))
@@ -263,7 +264,37 @@ print(":".join(path + "/cu13/lib" for path in spec.submodule_search_locations) i
     say "done"
 }
 
+record() {
+    python3 - "$1" >>benches/results/gpu.jsonl <<'LINES'
+import datetime, json, os, re, sys
+folder = sys.argv[1]
+with open(os.path.join(folder, "results.txt")) as results:
+    commit, processor = re.search(r"commit (\w+), ([^,]+),", results.read()).groups()
+date = datetime.date.fromtimestamp(os.path.getmtime(os.path.join(folder, "results.txt"))).isoformat()
+def lines(name):
+    path = os.path.join(folder, name)
+    return map(json.loads, open(path)) if os.path.exists(path) else []
+def emit(figure, row, **values):
+    values = {"figure": figure, "shape": row["shape"], "dtype": row["dtype"], **values, "processor": processor, "date": date,
+              "commit": commit}
+    print(json.dumps({key: round(x, 7) if isinstance(x, float) else x for key, x in values.items() if x is not None}))
+for row in lines("steps.jsonl"):
+    times = {"seconds": row["seconds"], "extra_mib": round(row["peak_extra_mib"], 1)}
+    if "--chunk-rows" in row["flags"]:
+        emit("gpu-chunks", row, chunk_rows=int(row["flags"].split()[-1]), **times, command="scripts/gpu.sh run chunks")
+    elif not row["flags"]:
+        emit("gpu-step", row, implementation="mos-head", **times, pipelined_seconds=row["pipelined_seconds"],
+             mixture_seconds=row["mixture_seconds"], products_seconds=row["gemm3_seconds"],
+             mixture_over_products=row["mixture_over_products"], command=f"scripts/gpu.sh run {row['dtype']}")
+for row in lines("peers.jsonl"):
+    if not row["implementation"].startswith(("product", "three")):
+        emit("gpu-step", row, implementation=row["implementation"], library=row["library"], seconds=row["seconds"],
+             pipelined_seconds=row["pipelined_seconds"], extra_mib=row["extra_mib"], command="scripts/gpu.sh run peers")
+LINES
+}
+
 case ${1:-} in
+record) record "$2" ;;
 pack) pack "${2:-gpu.tar.xz}" ;;
 run)
     (($# >= 4)) || { echo "usage: $0 run ARCHIVE OUT SECONDS [PART..]"; exit 2; }
@@ -274,5 +305,5 @@ run)
     done
     run "$2" "$3" "$4" "${parts[@]}"
     ;;
-*) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2 ;;
+*) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

@@ -163,7 +163,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
                 m: rows.len(),
                 n: columns.decoder_rows,
                 k: columns.stride,
-                lhs: matrix(&columns.contexts, rows.start, columns.stride),
+                lhs: columns.contexts.matrix(rows.start, columns.stride),
                 rhs: columns.decoder(true),
                 out: self.logits.at(0),
                 out_dtype: DType::F32,
@@ -252,9 +252,4 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 /// Where `ids` are the most probable ids, and have a probability.
 pub(super) fn is_argmax(argmax: &Tensor, ids: &Tensor, log_prob: &Tensor) -> candle_core::Result<Tensor> {
     argmax.eq(ids)? * log_prob.gt(f32::NEG_INFINITY)?
-}
-
-/// A row-major matrix, from `first_row` on.
-pub(super) fn matrix(buffer: &Buffer, first_row: usize, stride: usize) -> DeviceMatrix {
-    DeviceMatrix { address: buffer.at(first_row * stride), dtype: buffer.tensor.dtype(), stride, is_transposed: false }
 }

@@ -6,7 +6,6 @@ use std::ops::Range;
 use candle_core::{DType, Tensor, D};
 
 use super::arguments::{Read, Write};
-use super::chunks::matrix;
 use super::device::{Buffer, DeviceMatrix, Gpu, BLOCK};
 use super::kernels::{KernelArguments, PadRowsArguments, RoundRowsArguments, ScaleRowsArguments};
 use crate::backend::operands::{Operands, Sizes};

@@ -117,6 +117,12 @@ impl Buffer {
         self.address + (element * self.tensor.dtype().size_in_bytes()) as u64
     }
 
+    /// The buffer as a row-major matrix, from `first_row` on.
+    pub(super) fn self.matrix(first_row: usize, stride: usize) -> DeviceMatrix {
+        let (address, dtype) = (self.at(first_row * stride), self.tensor.dtype());
+        DeviceMatrix { address, dtype, stride, is_transposed: false }
+    }
+
     /// The address of the first element, or null if there is no buffer.
     pub(super) fn or_null(buffer: &Option<Self>) -> u64 {
         buffer.as_ref().map_or(0, |buffer| buffer.address)

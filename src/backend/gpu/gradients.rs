@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::chunks::{matrix, Chunks};
+use super::chunks::Chunks;
 use super::columns::DeviceColumns;
 use super::device::{Buffer, DeviceMatrix, Gpu};
 use crate::backend::operands::Sizes;
@@ -154,6 +154,6 @@ impl DeviceGradients {
             LogitGradient::InPlace => &chunks.logits,
             LogitGradient::Separate(gradient) | LogitGradient::Relative { exponentials: gradient, .. } => gradient,
         };
-        matrix(buffer, 0, chunks.stride)
+        buffer.matrix(0, chunks.stride)
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{Read, RowsArgument, ScoredArgument, Write};
-use super::chunks::{is_argmax, matrix, ChunkArguments, Chunks, LogProbRows, MixtureResults};
+use super::chunks::{is_argmax, ChunkArguments, Chunks, LogProbRows, MixtureResults};
 use super::columns::ROWS_PER_BLOCK;
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
 use super::device_scores::DeviceScores;
@@ -303,8 +303,8 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             k: self.chunks.inputs.rows(positions).len(),
             lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
             rhs: match &gradients.logits {
-                LogitGradient::Relative { factors, .. } => matrix(factors, 0, 1),
-                _ => matrix(ones, 0, 1),
+                LogitGradient::Relative { factors, .. } => factors.matrix(0, 1),
+                _ => ones.matrix(0, 1),
             },
             out: sum.at(0),
             out_dtype: DType::F32,
@@ -394,9 +394,9 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
             let contexts = match &gradient.relative {
                 Some(relative) => {
                     columns.scale_contexts(*gpu, &rows, self.chunks.row_factors(), &relative.scaled_contexts)?;
-                    matrix(&relative.scaled_contexts, 0, columns.stride)
+                    relative.scaled_contexts.matrix(0, columns.stride)
                 }
-                None => matrix(&columns.contexts, rows.start, columns.stride),
+                None => columns.contexts.matrix(rows.start, columns.stride),
             };
             gpu.multiply(&DeviceProduct {
                 m: columns.decoder_rows,

@@ -11,6 +11,7 @@
 
 mod captions;
 mod codes;
+mod gpu;
 mod outputs;
 mod papers;
 mod pictures;

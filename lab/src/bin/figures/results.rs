@@ -8,13 +8,15 @@ use serde_json::{Map, Value};
 /// Errors name the file, and the line where one is at fault.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) const FILES: [&str; 10] =
-    ["steps", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs", "codes", "runs"];
+pub(crate) const FILES: [&str; 11] =
+    ["steps", "gpu", "decoding", "examples", "curves", "trials", "recipe", "bottleneck", "outputs", "codes", "runs"];
 /// These keys say where a measurement comes from.
 const REQUIRED: [&str; 4] = ["command", "processor", "date", "commit"];
 /// Figures of time and memory, of which tables show one processor: the one that was measured last.
-const SHOWN_FOR_ONE_PROCESSOR: [&str; 17] = [
+const SHOWN_FOR_ONE_PROCESSOR: [&str; 19] = [
     "step",
+    "gpu-step",
+    "gpu-chunks",
     "without-gradients",
     "dtypes",
     "instruction-sets",

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::codes;
+use crate::gpu;
 use crate::papers::papers;
 use crate::quality;
 use crate::results::{Line, Result, Results};
@@ -27,9 +28,11 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 ];
 
 /// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 48] = [
+pub(crate) const TABLES: [(&str, Generator); 50] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
+    ("gpu-steps", gpu::steps),
+    ("gpu-chunks", gpu::chunks),
     ("decoding", decoding),
     ("examples", quality::examples),
     ("steps", steps),

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use super::arguments::{LogitsArgument, ObjectiveArgument, Read, RowsArgument, Write};
 use super::columns::DeviceColumns;
-use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu};
+use super::device::{Buffer, DeviceProduct, Gpu};
 use super::kernels::{KernelArguments, MixtureLogProbsArguments, RowLogSumExpArguments, TopKArguments};
 use crate::backend::operands::Sizes;
 use crate::backend::plan::Planned;

@@ -188,7 +188,7 @@ impl DeviceColumns {
             true => self.decoder.tensor.elem_count() / self.width,
             false => self.stride,
         };
-        DeviceMatrix { is_transposed: is_transposed != self.is_transposed, ..matrix(&self.decoder, 0, stride) }
+        DeviceMatrix { is_transposed: is_transposed != self.is_transposed, ..self.decoder.matrix(0, stride) }
     }
 }
 

@@ -118,7 +118,7 @@ impl Buffer {
     }
 
     /// The buffer as a row-major matrix, from `first_row` on.
-    pub(super) fn self.matrix(first_row: usize, stride: usize) -> DeviceMatrix {
+    pub(super) fn matrix(&self, first_row: usize, stride: usize) -> DeviceMatrix {
         let (address, dtype) = (self.at(first_row * stride), self.tensor.dtype());
         DeviceMatrix { address, dtype, stride, is_transposed: false }
     }

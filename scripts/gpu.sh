@@ -11,7 +11,7 @@
 # ncu; pool, the step benchmark in CUDA's default memory pool; sanitizer, tests under compute-sanitizer; benches, those of
 # criterion; model, a language model. A smoke test that fails ends the run.
 #
-# Each result is written as soon as it is known, into few files: results.txt, steps.jsonl, peers.jsonl, profile.txt,
+# `model` takes MODEL_FLAGS and MODEL_SECONDS. Each result is written as soon as it is known, into few files: results.txt, steps.jsonl, peers.jsonl, profile.txt,
 # ncu.csv, logs.tgz. CUDA's libraries are those of PyTorch's wheels, or of /usr/local/cuda; the peers need PyTorch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -234,8 +234,11 @@ run_benches() {
 }
 
 run_model() {
-    (cd "$folder" && limited 60 ./language_model --device cuda) >"$logs/language_model.log" 2>&1 || say "failed: the language model"
-    tail -n 4 "$logs/language_model.log" | details
+    local flags
+    read -ra flags <<<"${MODEL_FLAGS:-}"
+    limited "${MODEL_SECONDS:-60}" "$folder/language_model" --device cuda "${flags[@]}" >"$logs/language_model.log" 2>&1 ||
+        say "the language model did not end"
+    tail -n 8 "$logs/language_model.log" | details
 }
 
 run() {

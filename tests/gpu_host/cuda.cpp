@@ -35,7 +35,7 @@ static const machine::Kernel kernels[] = {
     KERNEL(position_scores),
     KERNEL(position_masses),
     KERNEL(row_soft_mass),
-    KERNEL(position_gradients),
+    KERNEL(log_prior_gradients),
     KERNEL(position_targets),
     KERNEL(position_gradient_scales),
     KERNEL(reduction_scales),

@@ -37,9 +37,9 @@ FUNCTION float widened(const Brain *from) { return __bfloat162float(*from); }
 template <typename T> struct alignas(4 * sizeof(T)) Four {
     T elements[4];
 };
-FUNCTION void load4(const float *from, float *x) {
-    const Four<float> four = *reinterpret_cast<const Four<float> *>(from);
-    for (int i = 0; i < 4; ++i) x[i] = four.elements[i];
+template <typename T> FUNCTION void load4(const T *from, float *x) {
+    const Four<T> four = *reinterpret_cast<const Four<T> *>(from);
+    for (int i = 0; i < 4; ++i) x[i] = widened(four.elements + i);
 }
 template <typename T> FUNCTION void store4(T *to, const float *x) {
     Four<T> four;
@@ -90,9 +90,9 @@ KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, Scored score
     __shared__ float warp_values[WARPS];
     functions::row_soft_mass(logits, objective, rows, scored, log_probs, INDICES, warp_values);
 }
-KERNEL position_gradients(Objective objective, Rows rows, float *log_prior_gradient, float *own_gradient, int positions,
-                          int components) {
-    functions::position_gradients(objective, rows, log_prior_gradient, own_gradient, positions, components, INDICES);
+KERNEL log_prior_gradients(Objective objective, Rows rows, float *log_prior_gradient, float *own_gradient, i64 count,
+                           int components) {
+    functions::log_prior_gradients(objective, rows, log_prior_gradient, own_gradient, count, components, INDICES);
 }
 KERNEL position_targets(const i64 *targets, const float *position_weights, const float *class_weights, i64 ignore_index,
                         int has_ignore_index, float smoothing, int *ids, float *hard, float *weights, float *counts,

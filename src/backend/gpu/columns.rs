@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor, D};
 
 use super::arguments::{Read, Write};
-use super::device::{Buffer, DeviceMatrix, Gpu, BLOCK};
+use super::device::{Buffer, DeviceMatrix, Gpu, WARPS};
 use super::kernels::{KernelArguments, PadRowsArguments, RoundRowsArguments, ScaleRowsArguments};
 use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Planned;
@@ -17,8 +17,6 @@ use crate::error::Result;
 const LEAST_PADDED_ROWS: usize = 256;
 /// The rows, relative to the columns, from which on copies are worth their time for the bias's gradient alone.
 const ROWS_PER_COLUMN: usize = 8;
-/// The rows that a block of the kernels copies, one each warp.
-pub(super) const ROWS_PER_BLOCK: usize = BLOCK / 32;
 
 /// Some columns of the contexts and of the decoder: those of the weight, or those of the adapter.
 pub(super) struct DeviceColumns {
@@ -99,7 +97,7 @@ impl DeviceColumns {
                 stride: stride as i32,
                 has_ones: i32::from(has_ones),
             };
-            arguments.launch_for(gpu, from.tensor.dtype(), rows.div_ceil(ROWS_PER_BLOCK))?;
+            arguments.launch_for(gpu, from.tensor.dtype(), rows.div_ceil(WARPS))?;
             Ok::<_, crate::error::Error>(to)
         };
         Ok(DeviceColumns {
@@ -155,7 +153,7 @@ impl DeviceColumns {
             width: self.width as i32,
             stride: self.stride as i32,
         };
-        arguments.launch_for(gpu, padded.tensor.dtype(), rows.div_ceil(ROWS_PER_BLOCK))
+        arguments.launch_for(gpu, padded.tensor.dtype(), rows.div_ceil(WARPS))
     }
 
     /// Multiplies some rows of the contexts by a factor of each.
@@ -173,7 +171,7 @@ impl DeviceColumns {
             count: rows.len() as i64,
             stride: self.stride as i32,
         };
-        arguments.launch_for(gpu, to.tensor.dtype(), rows.len().div_ceil(ROWS_PER_BLOCK))
+        arguments.launch_for(gpu, to.tensor.dtype(), rows.len().div_ceil(WARPS))
     }
 
     /// The bias's gradient `[vocab]`, f32, in that of the decoder: the column that the contexts' column of ones gives.

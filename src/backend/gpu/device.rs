@@ -134,6 +134,8 @@ pub(in crate::backend) const MEMORY_SHARE: usize = 8;
 
 /// Threads per block, as in `kernels/arguments.h`.
 pub(in crate::backend) const BLOCK: usize = 256;
+/// Warps per block.
+pub(in crate::backend) const WARPS: usize = BLOCK / 32;
 
 /// A row-major matrix in device memory.
 #[derive(Clone, Copy, Debug)]

@@ -145,12 +145,12 @@ kernels! {
         scored: ScoredArgument,
         log_probs: Read,
     }
-    position_gradients(PositionGradientsArguments) {
+    log_prior_gradients(LogPriorGradientsArguments) {
         objective: ObjectiveArgument,
         rows: RowsArgument,
         log_prior_gradient: Write,
         own_gradient: Write,
-        positions: i32,
+        count: i64,
         components: i32,
     }
     row_gradient(RowGradientArguments) {

@@ -6,12 +6,11 @@ use candle_core::{DType, Tensor};
 
 use super::arguments::{Read, RowsArgument, ScoredArgument, Write};
 use super::chunks::{is_argmax, ChunkArguments, Chunks, LogProbRows, MixtureResults};
-use super::columns::ROWS_PER_BLOCK;
-use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK};
+use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK, WARPS};
 use super::device_scores::DeviceScores;
 use super::gradients::{BiasGradient, DeviceGradients, LogitGradient, Sums};
 use super::kernels::{
-    KernelArguments, PositionGradientsArguments, PositionLossArguments, RowExponentialsArguments, RowFactorsArguments,
+    KernelArguments, LogPriorGradientsArguments, PositionLossArguments, RowExponentialsArguments, RowFactorsArguments,
     RowGradientArguments, RowSoftMassArguments, RowTargetGradientArguments, WeighLossesArguments,
 };
 use super::objective::DeviceObjective;
@@ -223,7 +222,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             positions: positions.len() as i32,
             components: self.chunks.inputs.sizes.components as i32,
         };
-        arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))
+        arguments.launch(self.chunks.gpu, positions.len().div_ceil(WARPS))
     }
 
     /// Adds to the loss of each position, and to the masses of its rows, what they have from all ids or from
@@ -252,15 +251,15 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     fn row_gradients(&self, positions: &Range<usize>, gradients: &DeviceGradients) -> Result<()> {
         let ChunkArguments { logits, objective, rows: row_values } = self.arguments(positions);
         let rows = self.chunks.inputs.rows(positions);
-        let arguments = PositionGradientsArguments {
+        let arguments = LogPriorGradientsArguments {
             objective,
             rows: row_values,
             log_prior_gradient: Write(gradients.log_priors.at(rows.start)),
             own_gradient: Write(gradients.own.as_ref().map_or(0, |own| own.at(rows.start))),
-            positions: positions.len() as i32,
+            count: rows.len() as i64,
             components: self.chunks.inputs.sizes.components as i32,
         };
-        arguments.launch(self.chunks.gpu, positions.len().div_ceil(BLOCK))?;
+        arguments.launch(self.chunks.gpu, rows.len().div_ceil(BLOCK))?;
         let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
         if let LogitGradient::Relative { factors, .. } = &gradients.logits {
             let arguments = RowFactorsArguments {
@@ -271,7 +270,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
                 factors: Write(factors.at(0)),
                 count: rows.len() as i64,
             };
-            return arguments.launch_for(self.chunks.gpu, dtype, rows.len().div_ceil(ROWS_PER_BLOCK));
+            return arguments.launch_for(self.chunks.gpu, dtype, rows.len().div_ceil(WARPS));
         }
         if self.has_only_targets() && self.chunks.inputs.softcap == 0.0 {
             let arguments =

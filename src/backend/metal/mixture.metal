@@ -187,10 +187,10 @@ KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_pr
     functions::row_soft_mass(LOGITS_AT(0), OBJECTIVE_AT(3), ROWS_AT(9), SCORED_GIVEN, GIVEN(16, log_probs), block, tid,
                              warp_values);
 }
-KERNEL position_gradients(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *own_gradient,
-                          constant int &positions, constant int &components, INDICES) {
-    functions::position_gradients(OBJECTIVE_AT(0), ROWS_AT(6), log_prior_gradient, GIVEN(11, own_gradient), positions,
-                                  components, block, tid);
+KERNEL log_prior_gradients(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *own_gradient,
+                           constant i64 &count, constant int &components, INDICES) {
+    functions::log_prior_gradients(OBJECTIVE_AT(0), ROWS_AT(6), log_prior_gradient, GIVEN(11, own_gradient), count,
+                                   components, block, tid);
 }
 KERNEL position_targets(device const i64 *targets, device const float *position_weights,
                         device const float *class_weights, constant i64 &ignore_index, constant int &has_ignore_index,

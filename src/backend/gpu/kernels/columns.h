@@ -1,5 +1,23 @@
 // The kernels that copy matrices whose rows are padded, for products. A warp copies a row.
 
+// Copies a row of `width` elements by a warp, times `factor` unless it is null. In a row with the factor zero, infinite
+// elements and NaN become zero too. `is_aligned`: both rows are aligned to four elements, of which `width` is a multiple.
+template <typename From, typename To>
+FUNCTION void copy_row(GLOBAL const From *from, GLOBAL To *to, int width, GLOBAL const float *factor, bool is_aligned,
+                       int lane) {
+    const float by = factor ? *factor : 1.f;
+    if (is_aligned) {
+        for (int first = 4 * lane; first < width; first += 4 * 32) {
+            float x[4];
+            load4(from + first, x);
+            for (int i = 0; i < 4; ++i) x[i] = weighted(by, x[i]);
+            store4(to + first, x);
+        }
+        return;
+    }
+    for (int i = lane; i < width; i += 32) store(to + i, weighted(by, widened(from + i)));
+}
+
 // Copies `count` rows of `width` elements to rows of `stride` elements. Elements behind are zero, but for a one if
 // `has_ones`; so are all rows from `count` to `rows`.
 template <typename T>
@@ -7,10 +25,12 @@ FUNCTION void pad_rows(GLOBAL const T *from, GLOBAL T *to, i64 count, i64 rows, 
                        uint block, uint tid) {
     const i64 row = (i64)block * WARPS + tid / 32;
     if (row >= rows) return;
-    for (int i = tid % 32; i < stride; i += 32) {
-        const bool is_copied = row < count && i < width;
-        const float padding = row < count && i == width && has_ones ? 1.f : 0.f;
-        store(to + row * stride + i, is_copied ? widened(from + row * width + i) : padding);
+    const int lane = tid % 32;
+    const bool is_copied = row < count;
+    to += row * stride;
+    if (is_copied) copy_row(from + row * width, to, width, nullptr, width % 4 == 0 && stride % 4 == 0, lane);
+    for (int i = (is_copied ? width : 0) + lane; i < stride; i += 32) {
+        store(to + i, is_copied && i == width && has_ones ? 1.f : 0.f);
     }
 }
 
@@ -21,8 +41,6 @@ FUNCTION void round_rows(GLOBAL const T *from, GLOBAL const float *factors, GLOB
                          int stride, uint block, uint tid) {
     const i64 row = (i64)block * WARPS + tid / 32;
     if (row >= count) return;
-    for (int i = tid % 32; i < width; i += 32) {
-        const float x = widened(from + row * stride + i);
-        store(to + row * width + i, factors ? weighted(factors[row], x) : x);
-    }
+    copy_row(from + row * stride, to + row * width, width, factors ? factors + row : nullptr,
+             width % 4 == 0 && stride % 4 == 0, tid % 32);
 }

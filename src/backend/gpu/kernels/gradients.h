@@ -57,30 +57,26 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, Score
     }
 }
 
-// One thread per position: computes the factors of its rows' gradients, the gradients of its log-priors and, unless the
-// pointer is null, those of its own target's logits.
-FUNCTION void position_gradients(Objective objective, Rows rows, GLOBAL float *log_prior_gradient,
-                                 GLOBAL float *own_gradient, int positions, int components, uint block, uint tid) {
-    const i64 t = (i64)block * BLOCK + tid;
-    if (t >= positions) return;
-    const float scale = objective.scale(t);
-    for (int k = 0; k < components; ++k) {
-        const i64 r = t * components + k;
-        const float mass = rows.mass(r);
-        log_prior_gradient[r] = weighted(scale, -mass);
-        if (own_gradient) {
-            const float target_softmax = exponential(rows.target_logit(r) - rows.largest(r) - rows.log_sum(r));
-            own_gradient[r] = weighted(scale, weighted(mass, target_softmax) - rows.hard_mass(r));
-        }
-        const float lse = rows.largest(r) + rows.log_sum(r);
-        const float softmax_scale = scale * (mass + 2.f * objective.terms.z_loss / components * lse);
-        const bool is_ignored = objective.ids && objective.ids[t] == IGNORED;
-        // The parts of the softmax and of the targets may cancel in their sum, but not in each logit.
-        const bool is_zero = softmax_scale == 0.f && rows.absolute_mass(r) == 0.f;
-        const bool has_no_gradient = is_ignored || scale == 0.f || is_zero;
-        rows.softmax_scale(r) = has_no_gradient ? 0.f : softmax_scale;
-        if (has_no_gradient) rows.hard_mass(r) = minus_infinity();
+// One thread per row: computes the factor of its gradient, the gradient of its log-prior and, unless the pointer is null,
+// that of its own target's logit.
+FUNCTION void log_prior_gradients(Objective objective, Rows rows, GLOBAL float *log_prior_gradient,
+                                  GLOBAL float *own_gradient, i64 count, int components, uint block, uint tid) {
+    const i64 r = (i64)block * BLOCK + tid, t = r / components;
+    if (r >= count) return;
+    const float scale = objective.scale(t), mass = rows.mass(r);
+    log_prior_gradient[r] = weighted(scale, -mass);
+    if (own_gradient) {
+        const float target_softmax = exponential(rows.target_logit(r) - rows.largest(r) - rows.log_sum(r));
+        own_gradient[r] = weighted(scale, weighted(mass, target_softmax) - rows.hard_mass(r));
     }
+    const float lse = rows.largest(r) + rows.log_sum(r);
+    const float softmax_scale = scale * (mass + 2.f * objective.terms.z_loss / components * lse);
+    const bool is_ignored = objective.ids && objective.ids[t] == IGNORED;
+    // The parts of the softmax and of the targets may cancel in their sum, but not in each logit.
+    const bool is_zero = softmax_scale == 0.f && rows.absolute_mass(r) == 0.f;
+    const bool has_no_gradient = is_ignored || scale == 0.f || is_zero;
+    rows.softmax_scale(r) = has_no_gradient ? 0.f : softmax_scale;
+    if (has_no_gradient) rows.hard_mass(r) = minus_infinity();
 }
 
 // What the gradient of one row's logits depends on.

@@ -33,28 +33,28 @@ FUNCTION void row_log_sum_exp(Logits logits, Objective objective, Rows rows, uin
     }
 }
 
-// One thread per position: computes the negative log-likelihood of the target, the part of the objective that depends
-// on the target's logits and the log-sum-exps, and the masses that the target gives to its rows.
+// One warp per position: computes the negative log-likelihood of the target, the part of the objective that depends on
+// the target's logits and the log-sum-exps, and the masses that the target gives to its rows.
 FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, GLOBAL float *loss, int positions,
                             int components, uint block, uint tid) {
-    const i64 t = (i64)block * BLOCK + tid;
+    const i64 t = (i64)block * WARPS + tid / 32;
     if (t >= positions) return;
-    const int id = objective.id(t);
+    const int id = objective.id(t), lane = tid % 32;
     float log_p = 0.f, hard = 0.f;
     Sum sum = {minus_infinity(), 0.f};
     const bool is_token = id >= 0 || id == ELSEWHERE;
     if (is_token) {
         hard = objective.hard[t];
-        for (int k = 0; k < components; ++k) {
+        for (int k = lane; k < components; k += 32) {
             sum.add({rows.joint(t * components + k, rows.target_logit(t * components + k)), 1.f});
         }
-        log_p = sum.value();
-    } else if (id == INVALID) {
-        log_p = hard = not_a_number();
     }
+    sum = warp_reduce(sum);
+    if (is_token) log_p = sum.value();
+    else if (id == INVALID) log_p = hard = not_a_number();
     const float target_nll = not_negative(-log_p);
-    float target_loss = weighted(hard, target_nll), squares = 0.f;
-    for (int k = 0; k < components; ++k) {
+    float squares = 0.f;
+    for (int k = lane; k < components; k += 32) {
         const i64 r = t * components + k;
         // A single component has all the responsibility, even for an impossible target. A share is relative to the sum,
         // not to its logarithm, whose rounding error grows with its magnitude.
@@ -67,6 +67,9 @@ FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, G
         const float lse = rows.largest(r) + rows.log_sum(r);
         squares += lse * lse;
     }
+    squares = warp_reduce(squares);
+    if (lane != 0) return;
+    float target_loss = weighted(hard, target_nll);
     if (is_token && objective.terms.z_loss != 0.f) target_loss += objective.terms.z_loss * squares / components;
     nll[t] = target_nll;
     loss[t] = target_loss;

@@ -29,10 +29,16 @@ FUNCTION Extent shuffled(Extent x, int lane) { return {shuffled(x.largest, lane)
 FUNCTION void join(LOCAL float &x, float other) { x += other; }
 template <typename X> FUNCTION void join(LOCAL X &x, X other) { x.add(other); }
 
+// Joins the values of the warp's threads in a fixed order; every thread gets the result.
+template <typename X> FUNCTION X warp_reduce(X x) {
+    for (int lane = 16; lane; lane >>= 1) join(x, shuffled(x, lane));
+    return x;
+}
+
 // Joins the values of the block's threads in a fixed order; every thread gets the result. `warp_values` has room for a
 // value of each warp.
 template <typename X> FUNCTION X block_reduce(X x, uint tid, SHARED X *warp_values) {
-    for (int lane = 16; lane; lane >>= 1) join(x, shuffled(x, lane));
+    x = warp_reduce(x);
     if (tid % 32 == 0) warp_values[tid / 32] = x;
     synchronize();
     x = warp_values[0];

@@ -2,22 +2,20 @@
 // softmax and the target, times a factor of the row. The first pass over the logits writes their exponentials relative to a
 // reference, the products take these for the gradient, and the factors multiply the contexts and the results instead.
 
-// The exponentials of a row are relative to a logit that is at most this much below the largest, so that they and their
-// sum are in the range of f32.
-#define MOST_RELATIVE 60.f
+// The exponentials of a row are those of its logits, unless the largest is farther from zero than this: they and their sum
+// would leave the range of f32.
+#define LARGEST_LOGIT 60.f
 
 // One block per row: computes what `row_log_sum_exp` does, and the exponentials of the logits relative to
-// `rows.largest`, here the largest of the first STEP logits unless others are much larger.
+// `rows.largest`, which is zero here, or the largest logit.
 template <typename T>
 FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GLOBAL T *exponentials, uint block,
                                uint tid, SHARED Extent *warp_extents) {
     const i64 r = block;
     GLOBAL const float *row = logits.z + r * logits.stride;
     GLOBAL T *to = exponentials + r * logits.stride;
-    Extent extent = {minus_infinity(), 0.f};
-    for (int v = tid; v < STEP && v < logits.vocab; v += BLOCK) extent.largest = larger(extent.largest, logits.at(row, v));
-    const float first_largest = block_reduce(extent, tid, warp_extents).largest;
-    float reference = finite_or_zero(first_largest);
+    float reference = 0.f;
+    Extent extent;
     for (int pass = 0; pass < 2; ++pass) {
         extent = {minus_infinity(), 0.f};
         for (int first = tid * 4; first < logits.stride; first += STEP) {
@@ -35,9 +33,9 @@ FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GL
             }
         }
         extent = block_reduce(extent, tid, warp_extents);
-        const bool has_no_reference = first_largest == minus_infinity() && extent.largest != minus_infinity();
-        if (!has_no_reference && !(extent.largest - reference > MOST_RELATIVE)) break;
-        reference = finite_or_zero(extent.largest);
+        // It is minus infinity if all logits are.
+        if (absolute(extent.largest) <= LARGEST_LOGIT || extent.largest == minus_infinity()) break;
+        reference = extent.largest;
     }
     if (tid == 0) {
         const int id = objective.id(r / logits.components);
@@ -75,9 +73,5 @@ template <typename T>
 FUNCTION void scale_rows(GLOBAL const T *from, GLOBAL const float *factors, GLOBAL T *to, i64 count, int stride,
                          uint block, uint tid) {
     const i64 row = (i64)block * WARPS + tid / 32;
-    if (row >= count) return;
-    // A row without a gradient has none from NaN either.
-    for (int i = tid % 32; i < stride; i += 32) {
-        store(to + row * stride + i, weighted(factors[row], widened(from + row * stride + i)));
-    }
+    if (row < count) copy_row(from + row * stride, to + row * stride, stride, factors + row, stride % 4 == 0, tid % 32);
 }

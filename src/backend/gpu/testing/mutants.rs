@@ -62,15 +62,14 @@ const SHARED_MUTATIONS: [(&str, &str); 42] = [
 ];
 
 /// Plausible mistakes in kernels that only CUDA launches.
-const CUDA_MUTATIONS: [(&str, &str); 8] = [
-    ("i == width && has_ones ? 1.f : 0.f", "0.f"),
-    ("const float x = widened(from + row * stride + i)", "const float x = widened(from + row * width + i)"),
-    ("factors ? weighted(factors[row], x) : x", "x"),
-    ("weighted(factors[row], widened(from + row * stride + i))", "widened(from + row * stride + i)"),
+const CUDA_MUTATIONS: [(&str, &str); 7] = [
+    ("is_copied && i == width && has_ones ? 1.f : 0.f", "0.f"),
+    ("copy_row(from + row * stride, to + row * width", "copy_row(from + row * width, to + row * width"),
+    ("x[i] = weighted(by, x[i]);", ""),
+    ("store(to + i, weighted(by, widened(from + i)))", "store(to + i, widened(from + i))"),
     ("rows.largest(r)) - exponential(log_sum);", "rows.largest(r));"),
     ("rows.softmax_scale(r) * exponential(-log_sum) : 0.f", "exponential(-log_sum) : 0.f"),
-    ("#define MOST_RELATIVE 60.f", "#define MOST_RELATIVE 1000.f"),
-    ("if (!has_no_reference && !(extent", "if (!(extent"),
+    ("#define LARGEST_LOGIT 60.f", "#define LARGEST_LOGIT 1000.f"),
 ];
 
 /// Plausible mistakes in the Metal source.
@@ -105,7 +104,12 @@ fn wrong_kernels_are_caught() {
         // Targets alone, and targets that are entries of their own.
         cases.push(Case { options: LossOptions::new(), chunk: 4, ..case(5, 3, 6, 300) });
         // So many rows that they are padded.
-        cases.push(Case { dtype: DType::BF16, options: LossOptions::new(), chunk: 90, ..case(90, 3, 5, 12) });
+        cases.extend([5, 12].map(|context_dim| Case {
+            dtype: DType::BF16,
+            options: LossOptions::new(),
+            chunk: 90,
+            ..case(90, 3, context_dim, 12)
+        }));
         cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
         let softcap = Case { softcap: Some(2.0), chunk: 4, ..case(5, 3, 6, 300) };
         let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };

@@ -3,8 +3,8 @@
 use super::*;
 
 use crate::backend::gpu::kernels::{
-    BiasTanhArguments, KernelArguments, MixtureLogProbsArguments, PadRowsArguments, PositionGradientScalesArguments,
-    PositionGradientsArguments, PositionLossArguments, PositionMassesArguments, PositionScoresArguments,
+    BiasTanhArguments, KernelArguments, LogPriorGradientsArguments, MixtureLogProbsArguments, PadRowsArguments,
+    PositionGradientScalesArguments, PositionLossArguments, PositionMassesArguments, PositionScoresArguments,
     PositionTargetsArguments, ReductionScalesArguments, RoundRowsArguments, RowExponentialsArguments,
     RowFactorsArguments, RowGradientArguments, RowLogSumExpArguments, RowSoftMassArguments, RowTargetGradientArguments,
     ScaleRowsArguments, TanhGradientArguments, TopKArguments, WeighLossesArguments,
@@ -67,7 +67,7 @@ fn the_parameters_of_the_kernels_are_the_fields_of_their_structures() {
     check::<PositionScoresArguments>();
     check::<PositionMassesArguments>();
     check::<RowSoftMassArguments>();
-    check::<PositionGradientsArguments>();
+    check::<LogPriorGradientsArguments>();
     check::<RowGradientArguments>();
     check::<PositionTargetsArguments>();
     check::<PositionGradientScalesArguments>();

@@ -50,7 +50,7 @@ fn contexts_of_any_width_have_the_gradients_of_the_cpu_in_f64() {
     for gpu in EmulatedGpu::all() {
         for dtype in [DType::F16, DType::BF16] {
             // The gradient of the bias is a column of the decoder's if rows are padded, or many.
-            for (positions, context_dim) in [(90, 8), (2, 8), (90, 7), (2, 9), (0, 7)] {
+            for (positions, context_dim) in [(90, 8), (2, 8), (90, 7), (90, 12), (2, 9), (0, 7)] {
                 for (options, transposed) in
                     [(LossOptions::new(), false), (options(Reduction::Sum, 0.1, 0.0, true), true)]
                 {

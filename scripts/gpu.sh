@@ -11,8 +11,8 @@
 # ncu; pool, the step benchmark in CUDA's default memory pool; sanitizer, tests under compute-sanitizer; benches, those of
 # criterion; model, a language model. A smoke test that fails ends the run.
 #
-# `model` takes MODEL_FLAGS and MODEL_SECONDS. Each result is written as soon as it is known, into few files: results.txt, steps.jsonl, peers.jsonl, profile.txt,
-# ncu.csv, logs.tgz. CUDA's libraries are those of PyTorch's wheels, or of /usr/local/cuda; the peers need PyTorch.
+# `model` takes MODEL_FLAGS and MODEL_SECONDS, `benches` BENCH_SECONDS for each of two. Each result is written as soon as it is
+# known, into few files: results.txt, steps.jsonl, peers.jsonl, profile.txt, ncu-*.csv, logs.tgz. CUDA's libraries are those of PyTorch's wheels, or of /usr/local/cuda; the peers need PyTorch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -227,7 +227,7 @@ run_sanitizer() {
 run_benches() {
     local bench
     for bench in 'heads ^cuda.*loss_backward' 'decoding ^cuda.*mixture/(top_k10|sample|log_probs)'; do
-        (cd "$folder" && limited 60 "$folder/bench-${bench%% *}" --bench --noplot --warm-up-time 0.2 --measurement-time 0.5 \
+        (cd "$folder" && limited "${BENCH_SECONDS:-60}" "$folder/bench-${bench%% *}" --bench --noplot --warm-up-time 0.2 --measurement-time 0.5 \
             --nresamples 1000 "${bench#* }" 2>&1) | tee -a "$logs/benches.log" |
             awk '/^cuda/ { name = $0 } /time:/ { print name, $0 }' | details || true
     done

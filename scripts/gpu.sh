@@ -8,7 +8,7 @@
 #
 # The parts, in the order of their worth: smoke, one small step; exact, values against f64; bf16, the step benchmark; tests,
 # all others; peers, PyTorch on the same shapes; f32; chunks, other sizes of them; profile, the time of each kernel by
-# ncu; pool, the step benchmark in CUDA's default memory pool; sanitizer, tests under compute-sanitizer; benches, those of
+# ncu; pool, the step benchmark with the memory pool as this crate leaves it; sanitizer, tests under compute-sanitizer; benches, those of
 # criterion; model, a language model. A smoke test that fails ends the run.
 #
 # `model` takes MODEL_FLAGS and MODEL_SECONDS, `benches` BENCH_SECONDS for each of two. Each result is written as soon as it is
@@ -68,7 +68,7 @@ limited() {
     shift
     left=$(seconds_left)
     ((seconds <= left)) || seconds=$left
-    ((seconds > 2)) || { say "out of time: ${1##*/}"; return 1; }
+    ((seconds > 2)) || { say "out of time: ${1##*/}" >&2; return 1; }
     timeout -k 3 "$seconds" "$@"
 }
 
@@ -96,9 +96,11 @@ sys.exit(not abs(loss - math.log(2000)) < 0.3)' "$log"; then
     done
 }
 
-# one_test TEST SECONDS THREADS [FLAG..]: runs a test, and prints its result and what failed.
+# one_test TEST SECONDS THREADS [FLAG..]: runs a test until `deadline` at most, and prints its result and what failed.
 one_test() {
     local test=$1 seconds=$2 threads=$3 log=$logs/test-$1${4:-}.log status=0
+    ((EPOCHSECONDS + seconds <= deadline)) || seconds=$((deadline - EPOCHSECONDS))
+    ((seconds > 2)) || { echo "$test${4:-}: out of time"; return; }
     MOS_HEAD_NEED_GPU=1 RAYON_NUM_THREADS=$threads timeout -k 3 "$seconds" "$folder/test-$test" --test-threads=2 --nocapture "${@:4}" \
         >"$log" 2>&1 || status=$?
     echo "$test${4:-}: $(grep '^test result:' "$log" | cut -d';' -f1-2 || true); status $status," \
@@ -108,11 +110,8 @@ one_test() {
 
 # run_these SECONDS TEST..: each test for as long as that at most, six at a time.
 run_these() {
-    local seconds=$1 left
+    local seconds=$1
     shift
-    left=$(seconds_left)
-    ((seconds <= left)) || seconds=$left
-    ((seconds > 5)) || return 0
     export -f one_test
     printf '%s\n' "$@" | xargs -P 6 -I{} bash -c "one_test {} $seconds 3" | details
 }
@@ -126,7 +125,7 @@ run_tests() {
         [[ " ${EXACT[*]} " == *" $test "* ]] || others+=("$test")
     done
     run_these 110 "${others[@]}"
-    (($(seconds_left) < 20)) || one_test scale 60 16 --ignored | details
+    one_test scale 60 16 --ignored | details
 }
 
 # steps DTYPE SHAPES FLAGS..: the step benchmark.
@@ -243,21 +242,23 @@ run_model() {
 
 run() {
     local archive=$1 part wheels
-    out=$2 end=$((SECONDS + $3))
+    mkdir -p "$2"
+    out=$(realpath "$2") end=$((SECONDS + $3)) deadline=$((EPOCHSECONDS + $3 - 8))
+    [[ ! -e $out/results.txt ]] || { echo "$2 has the results of another run"; exit 2; }
     shift 3
     folder=$(mktemp -d)
     logs=$folder/logs
     trap 'rm -rf "$folder"' EXIT
-    mkdir -p "$logs" "$out"
+    mkdir -p "$logs"
     python3 -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$archive" "$folder"
     wheels=$(python3 -c '
 import importlib.util
 spec = importlib.util.find_spec("nvidia")
 print(":".join(path + "/cu13/lib" for path in spec.submodule_search_locations) if spec else "")')
-    export LD_LIBRARY_PATH="$wheels:${LD_LIBRARY_PATH:-}:/usr/local/nvidia/lib64:/usr/local/cuda/lib64"
+    export LD_LIBRARY_PATH="${wheels:+$wheels:}${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64:/usr/local/cuda/lib64"
     # candle's kernels are PTX, which the driver compiles once if it can keep the result.
     export CUDA_CACHE_DISABLE=0 CUDA_CACHE_PATH=$folder/ptx CUDA_CACHE_MAXSIZE=4294967296
-    export folder logs out
+    export folder logs out deadline
     for part in "$@"; do
         (($(seconds_left) > 5)) || { say "out of time before $part"; break; }
         say "== $part"
@@ -268,12 +269,17 @@ print(":".join(path + "/cu13/lib" for path in spec.submodule_search_locations) i
 }
 
 record() {
-    python3 - "$1" >>benches/results/gpu.jsonl <<'LINES'
+    local lines
+    lines=$(python3 - "$1" <<'LINES'
 import datetime, json, os, re, sys
 folder = sys.argv[1]
-with open(os.path.join(folder, "results.txt")) as results:
-    commit, processor = re.search(r"commit (\w+), ([^,]+),", results.read()).groups()
-date = datetime.date.fromtimestamp(os.path.getmtime(os.path.join(folder, "results.txt"))).isoformat()
+path = os.path.join(folder, "results.txt")
+with open(path) as results:
+    found = re.search(r"commit ([0-9a-f]+), ([^,]+),", results.read())
+if not found:
+    sys.exit(f"{path}: no commit, or one with changes")
+commit, processor = found.groups()
+date = datetime.date.fromtimestamp(os.path.getmtime(path)).isoformat()
 def lines(name):
     path = os.path.join(folder, name)
     return map(json.loads, open(path)) if os.path.exists(path) else []
@@ -287,13 +293,15 @@ for row in lines("steps.jsonl"):
         emit("gpu-chunks", row, chunk_rows=int(row["flags"].split()[-1]), **times, command="scripts/gpu.sh run chunks")
     elif not row["flags"]:
         emit("gpu-step", row, implementation="mos-head", **times, pipelined_seconds=row["pipelined_seconds"],
-             mixture_seconds=row["mixture_seconds"], products_seconds=row["gemm3_seconds"],
-             mixture_over_products=row["mixture_over_products"], command=f"scripts/gpu.sh run {row['dtype']}")
+             mixture_seconds=row.get("mixture_seconds"), products_seconds=row.get("gemm3_seconds"),
+             mixture_over_products=row.get("mixture_over_products"), command=f"scripts/gpu.sh run {row['dtype']}")
 for row in lines("peers.jsonl"):
     if not row["implementation"].startswith(("product", "three")):
         emit("gpu-step", row, implementation=row["implementation"], library=row["library"], seconds=row["seconds"],
              pipelined_seconds=row["pipelined_seconds"], extra_mib=row["extra_mib"], command="scripts/gpu.sh run peers")
 LINES
+    )
+    echo "$lines" >>benches/results/gpu.jsonl
 }
 
 case ${1:-} in

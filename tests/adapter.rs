@@ -131,14 +131,21 @@ impl Parameters {
         let value = Tolerance::value(dtype).condition(tolerance);
         assert_close("value", &numbers(&found.value), &numbers(&expected.value), None, value);
         assert_close("nll", &numbers(&found.nll), &numbers(&expected.nll), None, value);
-        let [found, expected] = [found, expected].map(|loss| loss.value.sum_all()?.backward());
-        let (found, expected) = (found?, expected?);
-        for (name, variable) in self.named() {
-            let [found, expected] = [&found, &expected].map(|store| store.get(variable).map(numbers));
-            assert_eq!(found.is_some(), expected.is_some(), "{name} of {kind:?}");
-            if let (Some(found), Some(expected)) = (found, expected) {
-                let slope = Tolerance::gradient(dtype).condition(tolerance);
-                assert_close(name, &found, &expected, None, slope);
+        let expected = expected.value.sum_all()?.backward()?;
+        // The loss as the root of the backward pass, and as a part of another value.
+        let mut stores = Vec::new();
+        if found.value.rank() == 0 {
+            stores.push(found.backward()?);
+        }
+        stores.push(found.value.sum_all()?.backward()?);
+        for found in &stores {
+            for (name, variable) in self.named() {
+                let [found, expected] = [found, &expected].map(|store| store.get(variable).map(numbers));
+                assert_eq!(found.is_some(), expected.is_some(), "{name} of {kind:?}");
+                if let (Some(found), Some(expected)) = (found, expected) {
+                    let slope = Tolerance::gradient(dtype).condition(tolerance);
+                    assert_close(name, &found, &expected, None, slope);
+                }
             }
         }
         Ok(())

@@ -50,16 +50,18 @@ class Products:
         torch.mm(self.gradient.t(), self.contexts)
 
     def padded(self):
-        """All three, of operands whose rows are padded to 16 bytes."""
-        padding = (0, -self.contexts.shape[1] * self.contexts.element_size() % 16 // self.contexts.element_size())
-        contexts, weight = F.pad(self.contexts, padding), F.pad(self.weight, padding)
+        """All three, with contexts and vocabulary padded to 16 bytes, and their sizes."""
+        multiple = 16 // self.contexts.element_size()
+        context, vocab = (-size % multiple for size in (self.contexts.shape[1], self.weight.shape[0]))
+        contexts, weight = F.pad(self.contexts, (0, context)), F.pad(self.weight, (0, context, 0, vocab))
+        gradient = F.pad(self.gradient, (0, vocab))
 
         def run():
             torch.mm(contexts, weight.t())
-            torch.mm(self.gradient, weight)
-            torch.mm(self.gradient.t(), contexts)
+            torch.mm(gradient, weight)
+            torch.mm(gradient.t(), contexts)
 
-        return contexts.shape[1], run
+        return weight.shape, run
 
     def single(self):
         """Each product alone, with results in the dtype of the operands and in f32."""
@@ -141,9 +143,9 @@ def main():
     def measure_products(shape):
         products = Products(SHAPES[shape], dtype)
         measure(shape, "three products", products.all)
-        width, run = products.padded()
-        if width > products.contexts.shape[1]:
-            measure(shape, f"three products, width {width}", run)
+        sizes, run = products.padded()
+        if sizes != products.weight.shape:
+            measure(shape, f"three products, padded to {sizes[0]} by {sizes[1]}", run)
         for name, run in products.single():
             measure(shape, name, run)
 

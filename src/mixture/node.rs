@@ -108,8 +108,8 @@ fn attach_mixture(
     attach("mixture", value, [&contexts, &packed, &weight], move |_, value, upstream| {
         let gradients = gradients(&planned, value, upstream)?;
         let packed = pack([gradients.log_priors, gradients.adapter, gradients.bias].map(Ok))?;
-        // The gradients are rounded after they are multiplied by the upstream gradient: a loss scale then saves small
-        // gradients in f16.
+        // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before, too): a
+        // loss scale then saves small gradients in f16.
         let dtype = planned.operands.contexts.dtype();
         let round = |gradient: Option<Tensor>| {
             // candle's GPU backends do not convert empty tensors.

@@ -23,7 +23,7 @@ pub(super) struct DeviceColumns {
     /// The number of columns.
     pub(super) width: usize,
     /// The number of elements from one row to the next, of the contexts, the decoder and their gradients. Columns behind
-    /// `width` are zero, but for one of the contexts.
+    /// `width` are zero, but for one of the contexts and of the decoder's gradient (`has_ones`).
     pub(super) stride: usize,
     /// The number of rows of the decoder and its gradient: those of the vocabulary, and zeros behind them.
     pub(super) decoder_rows: usize,

@@ -7,7 +7,7 @@ use super::chunks::Chunks;
 use super::columns::DeviceColumns;
 use super::device::{Buffer, DeviceMatrix, Gpu};
 use crate::backend::operands::Sizes;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// The gradients that are needed.
 pub(super) struct DeviceGradients {
@@ -28,16 +28,11 @@ pub(super) struct DeviceColumnGradient {
     pub(super) decoder: Option<Buffer>,
     /// Whether `decoder` holds the gradient of earlier losses.
     pub(super) has_so_far: bool,
-    /// What relative exponentials need besides.
-    pub(super) relative: Option<RelativeColumns>,
-}
-
-/// The operands and results of a chunk's products with relative exponentials.
-pub(super) struct RelativeColumns {
-    /// `[rows of a chunk, stride]`, f32: the gradient of the contexts without the factors of the rows.
-    pub(super) context_gradient: Buffer,
-    /// `[rows of a chunk, stride]`: the contexts times the factors of the rows.
-    pub(super) scaled_contexts: Buffer,
+    /// With relative exponentials, `[rows of a chunk, stride]` in f32: the gradient of the contexts without the factors of
+    /// the rows.
+    pub(super) unscaled: Option<Buffer>,
+    /// With relative exponentials, `[rows of a chunk, stride]`: the contexts times the factors of the rows.
+    pub(super) scaled_contexts: Option<Buffer>,
 }
 
 /// Where the kernels write the gradient of a chunk's logits, which is an operand of the second and third product.
@@ -102,22 +97,21 @@ impl DeviceGradients {
             Sums::Continued => DType::F32,
         };
         let has_one_chunk = planned.plan.positions_per_chunk >= positions;
-        let decoder_dtype = if has_one_chunk { result_dtype } else { DType::F32 };
-        let column_gradient = |(columns, (is_needed, so_far)): (&DeviceColumns, (bool, Option<Tensor>))| {
-            let relative = || {
-                Ok::<_, Error>(RelativeColumns {
-                    context_gradient: unwritten(rows * columns.stride, DType::F32)?,
-                    scaled_contexts: unwritten(rows * columns.stride, inputs.dtype)?,
-                })
-            };
-            let columns_of_result = if is_relative { columns.width } else { columns.stride };
+        let column_gradient = |(columns, (needs_decoder, so_far)): (&DeviceColumns, (bool, Option<Tensor>))| {
+            // The gradient of an adapter stays in f32, as does that of the bias, which may be a column of the weight's.
+            let is_weight = std::ptr::eq(columns, &inputs.columns[0]);
+            let is_rounded = is_weight && has_one_chunk && !columns.has_ones;
+            let decoder_dtype = if is_rounded { result_dtype } else { DType::F32 };
+            let result_stride = if is_relative { columns.width } else { columns.stride };
+            let chunk = |is_needed, dtype| optional(is_relative && is_needed, rows * columns.stride, dtype);
             Ok(DeviceColumnGradient {
-                contexts: optional(needs_grad.contexts, positions * components * columns_of_result, result_dtype)?,
-                relative: is_relative.then(relative).transpose()?,
+                contexts: optional(needs_grad.contexts, positions * components * result_stride, result_dtype)?,
+                unscaled: chunk(needs_grad.contexts, DType::F32)?,
+                scaled_contexts: chunk(needs_decoder, inputs.dtype)?,
                 has_so_far: so_far.is_some(),
                 decoder: match so_far {
                     Some(so_far) => Some(Buffer::new(*gpu, columns.padded_gradient(&so_far)?)?),
-                    None => is_needed
+                    None => needs_decoder
                         .then(|| written_by_chunks(columns.decoder_rows * columns.stride, decoder_dtype))
                         .transpose()?,
                 },

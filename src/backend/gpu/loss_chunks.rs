@@ -172,10 +172,10 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
         let (gpu, is_final) = (self.chunks.gpu, gradients.sums == Sums::Final);
         let (mut contexts, mut decoder, mut bias) = (Vec::new(), Vec::new(), None);
-        for (columns, gradient) in self.chunks.inputs.columns.iter().zip(gradients.columns) {
+        for (i, (columns, gradient)) in self.chunks.inputs.columns.iter().zip(gradients.columns).enumerate() {
             if let Some(padded) = &gradient.contexts {
                 let rows = positions * components;
-                let gradient = match gradient.relative {
+                let gradient = match gradient.unscaled {
                     Some(_) => padded.tensor.narrow(0, 0, rows * columns.width)?,
                     None => columns.without_padding(gpu, padded, rows, is_final)?,
                 };
@@ -184,7 +184,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             if let (Some(padded), true) = (&gradient.decoder, columns.has_ones) {
                 bias = Some(columns.bias_gradient(padded, vocab)?);
             }
-            let unpadded = |padded: &Buffer| columns.without_padding(gpu, padded, vocab, is_final);
+            let unpadded = |padded: &Buffer| columns.without_padding(gpu, padded, vocab, is_final && i == 0);
             decoder.push(gradient.decoder.as_ref().map(unpadded).transpose()?);
         }
         if let Some(BiasGradient::Product { sum, .. }) = gradients.bias {
@@ -313,7 +313,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         })
     }
 
-    /// Whether no id has mass but targets.
+    /// Whether no id has mass but targets. Own targets are never with a softcap, which a sampled softmax refuses.
     fn has_only_targets(&self) -> bool {
         !matches!(self.targets, DeviceTargets::Soft(_) | DeviceTargets::Scored(_))
     }
@@ -360,8 +360,8 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let rows = inputs.rows(&positions);
         for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
             let Some(contexts) = &gradient.contexts else { continue };
-            let (out, out_dtype) = match &gradient.relative {
-                Some(relative) => (relative.context_gradient.at(0), DType::F32),
+            let (out, out_dtype) = match &gradient.unscaled {
+                Some(unscaled) => (unscaled.at(0), DType::F32),
                 None => (contexts.at(rows.start * columns.stride), contexts.tensor.dtype()),
             };
             gpu.multiply(&DeviceProduct {
@@ -376,9 +376,9 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
                 alpha: self.objective.alpha(),
                 accumulates: false,
             })?;
-            if let Some(relative) = &gradient.relative {
+            if let Some(unscaled) = &gradient.unscaled {
                 let to = Write(contexts.at(rows.start * columns.width));
-                columns.round(*gpu, &relative.context_gradient, self.chunks.row_factors(), to, rows.len())?;
+                columns.round(*gpu, unscaled, self.chunks.row_factors(), to, rows.len())?;
             }
         }
         Ok(())
@@ -390,10 +390,10 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let rows = inputs.rows(&positions);
         for (columns, gradient) in inputs.columns.iter().zip(&gradients.columns) {
             let Some(decoder) = &gradient.decoder else { continue };
-            let contexts = match &gradient.relative {
-                Some(relative) => {
-                    columns.scale_contexts(*gpu, &rows, self.chunks.row_factors(), &relative.scaled_contexts)?;
-                    relative.scaled_contexts.matrix(0, columns.stride)
+            let contexts = match &gradient.scaled_contexts {
+                Some(scaled) => {
+                    columns.scale_contexts(*gpu, &rows, self.chunks.row_factors(), scaled)?;
+                    scaled.matrix(0, columns.stride)
                 }
                 None => columns.contexts.matrix(rows.start, columns.stride),
             };

@@ -51,7 +51,7 @@ struct Logits {
     int components;
 
     FUNCTION float at(GLOBAL const float *row, int v) const { return finish(row[v], v); }
-    // Reads four elements of a row from `first` on; zero for those behind the vocabulary, which nothing writes.
+    // Reads four elements of a row from `first` on; zero for those behind the vocabulary, which may not be written.
     FUNCTION void load(GLOBAL const float *row, int first, LOCAL float *x) const {
         if (first + 4 <= vocab) return load4(row + first, x);
         for (int i = 0; i < 4; ++i) x[i] = first + i < vocab ? row[first + i] : 0.f;

@@ -1,12 +1,16 @@
 // The kernels that copy matrices whose rows are padded, for products. A warp copies a row.
 
+// Whether an address is a multiple of the size of four elements.
+template <typename T> FUNCTION bool is_aligned(GLOBAL const T *address) {
+    return reinterpret_cast<size_t>(address) % (4 * sizeof(T)) == 0;
+}
+
 // Copies a row of `width` elements by a warp, times `factor` unless it is null. In a row with the factor zero, infinite
-// elements and NaN become zero too. `is_aligned`: both rows are aligned to four elements, of which `width` is a multiple.
+// elements and NaN become zero too.
 template <typename From, typename To>
-FUNCTION void copy_row(GLOBAL const From *from, GLOBAL To *to, int width, GLOBAL const float *factor, bool is_aligned,
-                       int lane) {
+FUNCTION void copy_row(GLOBAL const From *from, GLOBAL To *to, int width, GLOBAL const float *factor, int lane) {
     const float by = factor ? *factor : 1.f;
-    if (is_aligned) {
+    if (width % 4 == 0 && is_aligned(from) && is_aligned(to)) {
         for (int first = 4 * lane; first < width; first += 4 * 32) {
             float x[4];
             load4(from + first, x);
@@ -28,7 +32,7 @@ FUNCTION void pad_rows(GLOBAL const T *from, GLOBAL T *to, i64 count, i64 rows, 
     const int lane = tid % 32;
     const bool is_copied = row < count;
     to += row * stride;
-    if (is_copied) copy_row(from + row * width, to, width, nullptr, width % 4 == 0 && stride % 4 == 0, lane);
+    if (is_copied) copy_row(from + row * width, to, width, nullptr, lane);
     for (int i = (is_copied ? width : 0) + lane; i < stride; i += 32) {
         store(to + i, is_copied && i == width && has_ones ? 1.f : 0.f);
     }
@@ -41,6 +45,5 @@ FUNCTION void round_rows(GLOBAL const T *from, GLOBAL const float *factors, GLOB
                          int stride, uint block, uint tid) {
     const i64 row = (i64)block * WARPS + tid / 32;
     if (row >= count) return;
-    copy_row(from + row * stride, to + row * width, width, factors ? factors + row : nullptr,
-             width % 4 == 0 && stride % 4 == 0, tid % 32);
+    copy_row(from + row * stride, to + row * width, width, factors ? factors + row : nullptr, tid % 32);
 }

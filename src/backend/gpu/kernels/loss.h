@@ -58,7 +58,8 @@ FUNCTION void position_loss(Objective objective, Rows rows, GLOBAL float *nll, G
         const i64 r = t * components + k;
         // A single component has all the responsibility, even for an impossible target. A share is relative to the sum,
         // not to its logarithm, whose rounding error grows with its magnitude.
-        const float term = exponential(rows.joint(r, rows.target_logit(r)) - finite_or_zero(sum.largest));
+        const float target_logit = is_token ? rows.target_logit(r) : 0.f;
+        const float term = exponential(rows.joint(r, target_logit) - finite_or_zero(sum.largest));
         const float share = components == 1 ? 1.f : term / sum.sum;
         const float mass = id == IGNORED ? 0.f : weighted(hard, share);
         rows.hard_mass(r) = mass;

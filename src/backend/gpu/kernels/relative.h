@@ -3,11 +3,13 @@
 // reference, the products take these for the gradient, and the factors multiply the contexts and the results instead.
 
 // The exponentials of a row are those of its logits, unless the largest is farther from zero than this: they and their sum
-// would leave the range of f32.
+// would leave the range of f32. Then they are relative to the largest logit.
 #define LARGEST_LOGIT 60.f
 
-// One block per row: computes what `row_log_sum_exp` does, and the exponentials of the logits relative to
-// `rows.largest`, which is zero here, or the largest logit.
+// What is subtracted from the logits of a row, whose largest is `largest`, before their exponentials.
+FUNCTION float exponential_reference(float largest) { return absolute(largest) <= LARGEST_LOGIT ? 0.f : largest; }
+
+// One block per row: computes what `row_log_sum_exp` does, and the exponentials of the logits.
 template <typename T>
 FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GLOBAL T *exponentials, uint block,
                                uint tid, SHARED Extent *warp_extents) {
@@ -33,14 +35,15 @@ FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GL
             }
         }
         extent = block_reduce(extent, tid, warp_extents);
-        // It is minus infinity if all logits are.
-        if (absolute(extent.largest) <= LARGEST_LOGIT || extent.largest == minus_infinity()) break;
-        reference = extent.largest;
+        const float needed = exponential_reference(finite_or_zero(extent.largest));
+        if (reference == needed) break;
+        reference = needed;
     }
     if (tid == 0) {
         const int id = objective.id(r / logits.components);
-        rows.largest(r) = reference;
-        rows.log_sum(r) = logarithm(extent.sum);
+        const float largest = finite_or_zero(extent.largest);
+        rows.largest(r) = largest;
+        rows.log_sum(r) = logarithm(extent.sum * exponential(reference - largest));
         rows.target_logit(r) = id < 0 ? 0.f : logits.at(row, id);
     }
 }
@@ -55,14 +58,16 @@ FUNCTION void row_factors(Logits logits, Objective objective, Rows rows, GLOBAL 
     GLOBAL T *row = exponentials + r * logits.stride;
     const int lane = tid % 32, id = objective.id(r / logits.components);
     const bool has_gradient = rows.hard_mass(r) != minus_infinity();
-    const float log_sum = rows.log_sum(r);
+    const float largest = rows.largest(r), log_sum = rows.log_sum(r);
+    // The exponential of the largest logit.
+    const float shift = exponential(largest - exponential_reference(largest));
     const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
-    const float factor = has_gradient ? unit * rows.softmax_scale(r) * exponential(-log_sum) : 0.f;
+    const float factor = has_gradient ? unit * rows.softmax_scale(r) * exponential(-log_sum) / shift : 0.f;
     if (lane == 0) {
         rows.factor(r) = factor;
         store(factors + r, factor);
         // Without a z-loss, the mass of the target is that of the whole row.
-        const float target = exponential(rows.target_logit(r) - rows.largest(r)) - exponential(log_sum);
+        const float target = shift * (exponential(rows.target_logit(r) - largest) - exponential(log_sum));
         if (has_gradient && id >= 0 && id < logits.vocab) store(row + id, target);
     }
     for (int v = lane; !has_gradient && v < logits.stride; v += 32) store(row + v, 0.f);
@@ -73,5 +78,5 @@ template <typename T>
 FUNCTION void scale_rows(GLOBAL const T *from, GLOBAL const float *factors, GLOBAL T *to, i64 count, int stride,
                          uint block, uint tid) {
     const i64 row = (i64)block * WARPS + tid / 32;
-    if (row < count) copy_row(from + row * stride, to + row * stride, stride, factors + row, stride % 4 == 0, tid % 32);
+    if (row < count) copy_row(from + row * stride, to + row * stride, stride, factors + row, tid % 32);
 }

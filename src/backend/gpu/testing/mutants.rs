@@ -62,13 +62,15 @@ const SHARED_MUTATIONS: [(&str, &str); 42] = [
 ];
 
 /// Plausible mistakes in kernels that only CUDA launches.
-const CUDA_MUTATIONS: [(&str, &str); 7] = [
+const CUDA_MUTATIONS: [(&str, &str); 9] = [
     ("is_copied && i == width && has_ones ? 1.f : 0.f", "0.f"),
     ("copy_row(from + row * stride, to + row * width", "copy_row(from + row * width, to + row * width"),
     ("x[i] = weighted(by, x[i]);", ""),
     ("store(to + i, weighted(by, widened(from + i)))", "store(to + i, widened(from + i))"),
-    ("rows.largest(r)) - exponential(log_sum);", "rows.largest(r));"),
-    ("rows.softmax_scale(r) * exponential(-log_sum) : 0.f", "exponential(-log_sum) : 0.f"),
+    ("- largest) - exponential(log_sum));", "- largest));"),
+    ("exponential(-log_sum) / shift : 0.f", "exponential(-log_sum) : 0.f"),
+    ("rows.softmax_scale(r) * exponential(-log_sum) /", "exponential(-log_sum) /"),
+    ("extent.sum * exponential(reference - largest)", "extent.sum"),
     ("#define LARGEST_LOGIT 60.f", "#define LARGEST_LOGIT 1000.f"),
 ];
 

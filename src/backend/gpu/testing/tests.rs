@@ -181,6 +181,32 @@ pub(super) fn error_of_a_late_logit(gpu: &EmulatedGpu, (first, largest): (f32, f
 }
 
 #[test]
+fn confident_predictions_keep_their_precision() {
+    for gpu in EmulatedGpu::all() {
+        for target in [-50.0, 50.0, 90.0] {
+            let case = Case { dtype: DType::BF16, scale: 0.01, ..case(4, 1, 4, 30) };
+            let change = |operands: Operands| {
+                let bias = Tensor::new(
+                    (0..30).map(|v| if v == 7 { target } else { target - 8.0 }).collect::<Vec<f32>>(),
+                    &Device::Cpu,
+                );
+                Operands { bias: Some(bias.unwrap().to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
+            };
+            let objective = plain_objective(vec![7; 4], LossTerms::default(), GradScale::Constant(1.0));
+            let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::BF16)));
+            let planned = backend::plan(&truth, objective.task(&truth, ALL).unwrap(), None).unwrap();
+            let truth = backend::loss(&planned, &objective).unwrap();
+            let got = gpu::loss(&gpu, &case.plan_for(&gpu, &got), &objective).unwrap();
+            // About 0.01, from logits with errors of 4e-6.
+            let difference = error(&got.nll, &truth.nll);
+            assert!(difference <= 1e-3, "{target}: {difference}");
+            let difference = error(&got.gradients.contexts.unwrap(), &truth.gradients.contexts.unwrap());
+            assert!(difference <= 1e-2, "the gradient, {target}: {difference}");
+        }
+    }
+}
+
+#[test]
 fn the_largest_logit_may_come_late() {
     for gpu in EmulatedGpu::all() {
         let infinity = f32::INFINITY;

@@ -59,7 +59,7 @@ FUNCTION void row_factors(Logits logits, Objective objective, Rows rows, GLOBAL 
     const int lane = tid % 32, id = objective.id(r / logits.components);
     const bool has_gradient = rows.hard_mass(r) != minus_infinity();
     const float largest = rows.largest(r), log_sum = rows.log_sum(r);
-    // The exponential of the largest logit.
+    // The exponential of the largest logit, as the others are.
     const float shift = exponential(largest - exponential_reference(largest));
     const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
     const float factor = has_gradient ? unit * rows.softmax_scale(r) * exponential(-log_sum) / shift : 0.f;

@@ -79,7 +79,7 @@ impl Cuda {
         }
         let constants = Tensor::new(&[0f32, 1.0], &Device::Cuda(device.clone()))?;
         let memory_bytes = stream.context().total_mem().w()?;
-        keep_memory(&stream, memory_bytes / MEMORY_SHARE);
+        keep_memory(&stream, memory_bytes / MEMORY_SHARE)?;
         Ok(Cuda { stream, kernels, blas: Rc::new(blas), constants, memory_bytes })
     }
 }
@@ -87,21 +87,24 @@ impl Cuda {
 /// Lets the pool of the GPU's memory keep this many bytes. By default it gives all that is not in use back to the driver
 /// when the host waits for the GPU, and a training step takes twice as long. Nothing happens if the program has let the
 /// pool keep more, or if the GPU has none.
-fn keep_memory(stream: &CudaStream, bytes: usize) {
+fn keep_memory(stream: &CudaStream, bytes: usize) -> Result<()> {
     use candle_core::cuda_backend::cudarc::driver::sys::{
         cuDeviceGetDefaultMemPool, cuMemPoolGetAttribute, cuMemPoolSetAttribute,
         CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD as THRESHOLD,
     };
+    if !stream.context().has_async_alloc() {
+        return Ok(());
+    }
     let (mut pool, mut kept, mut bytes) = (std::ptr::null_mut(), 0u64, bytes as u64);
     // SAFETY: the pool's place is valid for a write, and the attribute is a number of 64 bits.
     unsafe {
-        let found = cuDeviceGetDefaultMemPool(&mut pool, stream.context().cu_device()).result();
-        let read = found.and_then(|()| cuMemPoolGetAttribute(pool, THRESHOLD, (&raw mut kept).cast()).result());
-        if read.is_ok() && kept < bytes {
-            // Without it, the program is slower, and right.
-            let _ = cuMemPoolSetAttribute(pool, THRESHOLD, (&raw mut bytes).cast()).result();
+        cuDeviceGetDefaultMemPool(&mut pool, stream.context().cu_device()).result().w()?;
+        cuMemPoolGetAttribute(pool, THRESHOLD, (&raw mut kept).cast()).result().w()?;
+        if kept < bytes {
+            cuMemPoolSetAttribute(pool, THRESHOLD, (&raw mut bytes).cast()).result().w()?;
         }
     }
+    Ok(())
 }
 
 /// The kernels on the GPU of a stream, which all threads share.

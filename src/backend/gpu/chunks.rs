@@ -101,15 +101,16 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let Planned { operands, plan, .. } = planned;
         let stride = operands.sizes.vocab.next_multiple_of(ROW_ALIGN);
         let rows = plan.rows_per_chunk.max(1);
-        let unwritten = |n| Buffer::unwritten(gpu, n, DType::F32, operands.contexts.device());
+        let device = operands.contexts.device();
         Ok(Chunks {
             gpu,
             planned,
             inputs: DeviceOperands::new(gpu, planned)?,
             stride,
             rows_per_chunk: rows,
-            logits: unwritten(rows * stride)?,
-            row_values: unwritten(ROW_VALUES * rows)?,
+            logits: Buffer::unwritten(gpu, rows * stride, DType::F32, device)?,
+            // The last chunk may have fewer rows than ranks read.
+            row_values: Buffer::zeros(gpu, ROW_VALUES * rows, DType::F32, device)?,
         })
     }
 

@@ -31,11 +31,11 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 pub(crate) const TABLES: [(&str, Generator); 50] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
-    ("gpu-steps", gpu::steps),
-    ("gpu-chunks", gpu::chunks),
     ("decoding", decoding),
     ("examples", quality::examples),
     ("steps", steps),
+    ("gpu-steps", gpu::steps),
+    ("gpu-chunks", gpu::chunks),
     ("steps-elsewhere", steps_elsewhere),
     ("dtypes", dtypes),
     ("without-gradients", without_gradients),

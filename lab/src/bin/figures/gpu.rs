@@ -1,9 +1,7 @@
 //! The tables of a training step on a GPU, from the lines that `scripts/gpu.sh record` writes.
 
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
-
-const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
+use crate::tables::{count, digits, markdown, need, place_of_shape, source, UNMEASURED};
 
 /// Writes milliseconds, or nothing.
 fn milliseconds(line: &Line, key: &str) -> String {
@@ -16,10 +14,8 @@ pub(crate) fn steps(results: &Results) -> Result<String> {
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }
-    let place = |line: &Line| {
-        let shape = SHAPES.iter().position(|shape| line.is("shape", shape));
-        (line.text("dtype").to_owned(), shape, !line.is("implementation", "mos-head"))
-    };
+    let place =
+        |line: &Line| (line.text("dtype").to_owned(), place_of_shape(line), !line.is("implementation", "mos-head"));
     lines.sort_by(|a, b| {
         let seconds = |line: &Line| line.number("seconds").unwrap_or(0.0);
         place(a).cmp(&place(b)).then(seconds(a).total_cmp(&seconds(b)))
@@ -48,11 +44,7 @@ pub(crate) fn chunks(results: &Results) -> Result<String> {
     if lines.is_empty() {
         return Ok(UNMEASURED.into());
     }
-    let place = |line: &Line| {
-        let shape = SHAPES.iter().position(|shape| line.is("shape", shape));
-        (shape, line.number("chunk_rows").unwrap_or(0.0) as usize)
-    };
-    lines.sort_by_key(|line| place(line));
+    lines.sort_by_key(|line| (place_of_shape(line), line.number("chunk_rows").unwrap_or(0.0) as usize));
     let row = |line: &&Line| {
         Ok(vec![
             line.text("shape").into(),

@@ -136,20 +136,24 @@ fn is_products(line: &Line) -> bool {
     line.text("implementation").ends_with("products alone")
 }
 
+/// Returns the place of a step's shape in tables; others come last.
+pub(crate) fn place_of_shape(line: &Line) -> usize {
+    const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
+    SHAPES.iter().position(|shape| line.is("shape", shape)).unwrap_or(SHAPES.len())
+}
+
 /// Orders steps by shape, falling number of positions, and time; in each group mos-head first and products last.
 fn in_order(mut lines: Vec<&Line>) -> Result<Vec<&Line>> {
-    const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
     for line in &lines {
         need(line, "positions")?;
         need(line, "seconds")?;
     }
     lines.sort_by(|a, b| {
-        let shape = |line: &Line| SHAPES.iter().position(|shape| line.is("shape", shape)).unwrap_or(SHAPES.len());
         let place = |line: &Line| (!line.is("implementation", "mos-head"), is_products(line));
         let number = |line: &Line, key| line.number(key).unwrap_or(0.0);
         let by_positions = number(b, "positions").total_cmp(&number(a, "positions"));
         let by_time = number(a, "seconds").total_cmp(&number(b, "seconds"));
-        shape(a).cmp(&shape(b)).then(by_positions).then(place(a).cmp(&place(b))).then(by_time)
+        place_of_shape(a).cmp(&place_of_shape(b)).then(by_positions).then(place(a).cmp(&place(b))).then(by_time)
     });
     Ok(lines)
 }

@@ -3,8 +3,8 @@
 use crate::backend::gpu::device::{GpuKind, ProductBytes};
 use crate::backend::plan::Kernels;
 
-/// The properties of CUDA. Products take the gradient of the logits in the operands' dtype. Each chunk
-/// reads the whole decoder and adds to its whole gradient: `docs/measurements.md` has what that costs.
+/// The properties of CUDA. Products take the gradient of the logits in the operands' dtype. Each chunk reads the whole
+/// decoder and adds to its whole gradient: `docs/measurements.md` has what that costs.
 pub(in crate::backend) const KIND: GpuKind = GpuKind {
     kernels: Kernels::Cuda,
     needs_f32_gradient: false,

@@ -43,22 +43,18 @@ pub(super) enum LogitGradient {
     Separate(Buffer),
     /// `[rows of a chunk, stride]`: exponentials of the logits, each row of which becomes its gradient by a factor
     /// (`kernels/relative.h`).
-    Relative {
-        exponentials: Buffer,
-        /// `[rows of a chunk]`, in the dtype of the products.
-        factors: Buffer,
-    },
+    Relative(Buffer),
 }
 
-/// The gradient of the bias: the sum of the rows of the logits' gradient, computed as a product with ones.
+/// The gradient of the bias: the sum of the rows of the logits' gradient, computed as a product.
 pub(super) enum BiasGradient {
     /// The ones are a column of the contexts, so that the product is part of the decoder's gradient.
     Column,
     /// The product is one of its own.
     Product {
         sum: Buffer,
-        /// `[rows of a chunk]`, in the dtype of the products.
-        ones: Buffer,
+        /// `[rows of a chunk]`, in the dtype of the products: ones, or the factors of relative exponentials.
+        vector: Buffer,
     },
 }
 
@@ -122,10 +118,7 @@ impl DeviceGradients {
             sums,
             logits: match dtype {
                 DType::F32 => LogitGradient::InPlace,
-                _ if is_relative => LogitGradient::Relative {
-                    exponentials: unwritten(rows * stride, dtype)?,
-                    factors: unwritten(*rows, dtype)?,
-                },
+                _ if is_relative => LogitGradient::Relative(unwritten(rows * stride, dtype)?),
                 _ => LogitGradient::Separate(unwritten(rows * stride, dtype)?),
             },
             columns: inputs.columns.iter().zip(decoders).map(column_gradient).collect::<Result<_>>()?,
@@ -135,7 +128,10 @@ impl DeviceGradients {
                 true if inputs.columns[0].has_ones => Some(BiasGradient::Column),
                 true => Some(BiasGradient::Product {
                     sum: written_by_chunks(vocab, DType::F32)?,
-                    ones: Buffer::new(*gpu, Tensor::ones(*rows, dtype, device)?)?,
+                    vector: match is_relative {
+                        true => unwritten(*rows, dtype)?,
+                        false => Buffer::new(*gpu, Tensor::ones(*rows, dtype, device)?)?,
+                    },
                 }),
                 false => None,
             },
@@ -146,7 +142,7 @@ impl DeviceGradients {
     pub(super) fn logit_matrix<G>(&self, chunks: &Chunks<'_, G>) -> DeviceMatrix {
         let buffer = match &self.logits {
             LogitGradient::InPlace => &chunks.logits,
-            LogitGradient::Separate(gradient) | LogitGradient::Relative { exponentials: gradient, .. } => gradient,
+            LogitGradient::Separate(gradient) | LogitGradient::Relative(gradient) => gradient,
         };
         buffer.matrix(0, chunks.stride)
     }

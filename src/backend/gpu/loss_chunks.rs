@@ -261,13 +261,17 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         };
         arguments.launch(self.chunks.gpu, rows.len().div_ceil(BLOCK))?;
         let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
-        if let LogitGradient::Relative { factors, .. } = &gradients.logits {
+        if let LogitGradient::Relative(_) = &gradients.logits {
+            let factors = match &gradients.bias {
+                Some(BiasGradient::Product { vector, .. }) => vector.at(0),
+                Some(BiasGradient::Column) | None => 0,
+            };
             let arguments = RowFactorsArguments {
                 logits,
                 objective,
                 rows: row_values,
                 exponentials: Write(address),
-                factors: Write(factors.at(0)),
+                factors: Write(factors),
                 count: rows.len() as i64,
             };
             return arguments.launch_for(self.chunks.gpu, dtype, rows.len().div_ceil(WARPS));
@@ -294,17 +298,14 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         positions: &Range<usize>,
         gradients: &DeviceGradients,
         sum: &Buffer,
-        ones: &Buffer,
+        vector: &Buffer,
     ) -> Result<()> {
         self.chunks.gpu.multiply(&DeviceProduct {
             m: self.chunks.inputs.sizes.vocab,
             n: 1,
             k: self.chunks.inputs.rows(positions).len(),
             lhs: DeviceMatrix { is_transposed: true, ..gradients.logit_matrix(&self.chunks) },
-            rhs: match &gradients.logits {
-                LogitGradient::Relative { factors, .. } => factors.matrix(0, 1),
-                _ => ones.matrix(0, 1),
-            },
+            rhs: vector.matrix(0, 1),
             out: sum.at(0),
             out_dtype: DType::F32,
             out_stride: 1,
@@ -328,7 +329,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
     fn first_product(&mut self, positions: Range<usize>) -> Result<()> {
         let arguments @ ChunkArguments { logits, objective, rows } = self.arguments(&positions);
         match self.gradients.as_ref().map(|gradients| &gradients.logits) {
-            Some(LogitGradient::Relative { exponentials, .. }) => {
+            Some(LogitGradient::Relative(exponentials)) => {
                 self.chunks.first_product(&positions)?;
                 let exponentials_at = Write(exponentials.at(0));
                 let arguments = RowExponentialsArguments { logits, objective, rows, exponentials: exponentials_at };
@@ -349,7 +350,7 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
         let Some(gradients) = &self.gradients else { return Ok(()) };
         self.row_gradients(&positions, gradients)?;
         match &gradients.bias {
-            Some(BiasGradient::Product { sum, ones }) => self.bias_gradient(&positions, gradients, sum, ones),
+            Some(BiasGradient::Product { sum, vector }) => self.bias_gradient(&positions, gradients, sum, vector),
             Some(BiasGradient::Column) | None => Ok(()),
         }
     }

@@ -50,7 +50,7 @@ pub(in crate::backend) fn plan<G: Gpu>(
     let fixed = kind.allocation_factor * (vocab * f32_size + products.fixed);
     let rows = (kind.default_logit_bytes / (stride * f32_size)).max(kind.least_default_rows);
     let positions = rows.div_ceil(components);
-    // Of the whole memory, not of what is free: the chunks, and with them the bits of a result, would vary.
+    // A share of what is free would vary, and with it the chunks and the bits of a result.
     let most_bytes = gpu.memory_bytes().map_or(kind.most_default_bytes, |bytes| bytes / MEMORY_SHARE);
     let needs = Needs {
         per_position,

@@ -86,6 +86,7 @@ struct Objective {
 
     FUNCTION GLOBAL const float *soft_row(i64 position) const { return soft ? soft + position * soft_stride : nullptr; }
     FUNCTION float scale(i64 position) const { return scales ? scales[position] : 1.f; }
+    FUNCTION float unit() const { return factor ? terms.unit * factor[0] : terms.unit; }
     FUNCTION int id(i64 position) const { return ids ? ids[position] : IGNORED; }
 };
 

@@ -111,7 +111,7 @@ FUNCTION void row_target_gradient(Logits logits, Objective objective, Rows rows,
     GLOBAL T *to = gradient + r * logits.stride;
     const float hard_mass = rows.hard_mass(r);
     const bool has_gradient = hard_mass != minus_infinity();
-    const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
+    const float unit = objective.unit();
     const float largest = rows.largest(r), exp_scale = unit * rows.softmax_scale(r) * exponential(-rows.log_sum(r));
     const int id = objective.id(t);
     const bool has_target = has_gradient && id >= 0 && id < logits.vocab && id / 4 % BLOCK == (int)tid;
@@ -150,7 +150,7 @@ FUNCTION void row_gradient(Logits logits, Objective objective, Rows rows, Scored
         for (int v = tid; v < logits.stride; v += BLOCK) store(to + v, 0.f);
         return;
     }
-    const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
+    const float unit = objective.unit();
     const float scale = unit * objective.scale(t), largest = rows.largest(r);
     const float exp_scale = unit * rows.softmax_scale(r) * exponential(-rows.log_sum(r));
     const RowFactors factors = {largest, rows.joint(r, largest), exp_scale, scale,

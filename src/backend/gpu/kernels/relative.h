@@ -49,7 +49,8 @@ FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GL
 }
 
 // One warp per row: subtracts the target from the exponentials of the row, and computes the factor that makes them its
-// gradient. The exponentials of a row without a gradient become zero, because they may be NaN.
+// gradient, written to `factors` too unless it is null. The exponentials of a row without a gradient become zero, because
+// they may be NaN.
 template <typename T>
 FUNCTION void row_factors(Logits logits, Objective objective, Rows rows, GLOBAL T *exponentials, GLOBAL T *factors,
                           i64 count, uint block, uint tid) {
@@ -61,11 +62,11 @@ FUNCTION void row_factors(Logits logits, Objective objective, Rows rows, GLOBAL 
     const float largest = rows.largest(r), log_sum = rows.log_sum(r);
     // The exponential of the largest logit, as the others are.
     const float shift = exponential(largest - exponential_reference(largest));
-    const float unit = objective.factor ? objective.terms.unit * objective.factor[0] : objective.terms.unit;
+    const float unit = objective.unit();
     const float factor = has_gradient ? unit * rows.softmax_scale(r) * exponential(-log_sum) / shift : 0.f;
     if (lane == 0) {
         rows.factor(r) = factor;
-        store(factors + r, factor);
+        if (factors) store(factors + r, factor);
         // Without a z-loss, the mass of the target is that of the whole row.
         const float target = shift * (exponential(rows.target_logit(r) - largest) - exponential(log_sum));
         if (has_gradient && id >= 0 && id < logits.vocab) store(row + id, target);

@@ -146,7 +146,7 @@ fn wrong_kernels_are_caught() {
                 let gradient = gpu::tanh_gradient(gpu, &operand(&exact), &operand(&upstream)).unwrap();
                 exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
             };
-            // Of the CUDA kernels, since those of Metal take long for so many ids.
+            // Only CUDA launches these kernels.
             let late_logits_are_wrong = || {
                 let is_wrong = |&logits| exceeds(error_of_a_late_logit(gpu, logits, 2048), 1e-2);
                 language == Language::Cuda && [(0.0, 120.0), (f32::NEG_INFINITY, -150.0)].iter().any(is_wrong)

@@ -8,11 +8,12 @@
 #
 # The parts, in the order of their worth: smoke, one small step; exact, values against f64; bf16, the step benchmark; tests,
 # all others; peers, PyTorch on the same shapes; f32; chunks, other sizes of them; profile, the time of each kernel by
-# ncu; pool, the step benchmark with the memory pool as this crate leaves it; sanitizer, tests under compute-sanitizer; benches, those of
-# criterion; model, a language model. A smoke test that fails ends the run.
+# ncu; pool, the step benchmark with the memory pool as this crate leaves it; sanitizer, tests under compute-sanitizer;
+# benches, those of criterion; model, a language model. A smoke test that fails ends the run.
 #
-# `model` takes MODEL_FLAGS and MODEL_SECONDS, `benches` BENCH_SECONDS for each of two. Each result is written as soon as it is
-# known, into few files: results.txt, steps.jsonl, peers.jsonl, profile.txt, ncu-*.csv, logs.tgz. CUDA's libraries are those of PyTorch's wheels, or of /usr/local/cuda; the peers need PyTorch.
+# `model` takes MODEL_FLAGS and MODEL_SECONDS, `benches` BENCH_SECONDS for each of two. Each result is written as soon as it
+# is known, into few files: results.txt, steps.jsonl, peers.jsonl, profile.txt, ncu-*.csv, logs.tgz. CUDA's libraries are
+# those of PyTorch's wheels, or of /usr/local/cuda; the peers need PyTorch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -316,5 +317,5 @@ run)
     done
     run "$2" "$3" "$4" "${parts[@]}"
     ;;
-*) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2 ;;
+*) sed -n '/^set/q; 2,$s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

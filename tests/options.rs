@@ -1,8 +1,12 @@
 //! Every option of a loss, alone and with others, for every head: values and gradients against the reference.
 
+#[path = "options/choices.rs"]
+mod choices;
 mod common;
 
 use candle_core::{DType, Device, Tensor, Var};
+use choices::Choice::{self, *};
+use choices::{ALONE, CHOICES, COMBINED, MOST, MOST_UNREDUCED};
 use common::case::{upstream, weights, Case, Head, Logits, Sizes, ENTRIES};
 use common::check::{backward, gradients, numbers, Check, Layer};
 use common::compare::{assert_close, Tolerance};
@@ -27,31 +31,23 @@ fn frequent(case: &mut Case) -> i64 {
     -100
 }
 
-/// Which options are on, one letter each: (i)gnored index, posi(t)ion weights, (c)lass weights, label (s)moothing,
-/// (z)-loss, softca(p), logit sca(l)e; the reduction is mean unless it is S(um) or N(one).
-fn objective(letters: &str, case: &mut Case) -> Objective {
-    let on = |letter: char| letters.contains(letter);
-    case.logits = Logits { scale: if on('l') { 0.6 } else { 1.0 }, softcap: on('p').then_some(1.5) };
+/// The loss of these choices, and the logits of its case.
+fn objective(choices: &[Choice], case: &mut Case) -> Objective {
+    let on = |choice| choices.contains(&choice);
+    case.logits = Logits { scale: if on(LogitScale) { 0.6 } else { 1.0 }, softcap: on(Softcap).then_some(1.5) };
     Objective {
-        reduction: match (on('S'), on('N')) {
+        reduction: match (on(SumReduction), on(NoReduction)) {
             (true, _) => Reduction::Sum,
             (_, true) => Reduction::None,
             _ => Reduction::Mean,
         },
-        ignore_index: on('i').then(|| frequent(case)),
-        position_weights: on('t').then(|| weights(case.positions(), 1)),
-        class_weights: on('c').then(|| weights(case.sizes.vocab, 2)),
-        label_smoothing: if on('s') { 0.15 } else { 0.0 },
-        z_loss: if on('z') { 0.02 } else { 0.0 },
+        ignore_index: on(IgnoredIndex).then(|| frequent(case)),
+        position_weights: on(PositionWeights).then(|| weights(case.positions(), 1)),
+        class_weights: on(ClassWeights).then(|| weights(case.sizes.vocab, 2)),
+        label_smoothing: if on(LabelSmoothing) { 0.15 } else { 0.0 },
+        z_loss: if on(ZLoss) { 0.02 } else { 0.0 },
     }
 }
-
-const ALONE: [&str; 10] = ["", "S", "N", "i", "t", "c", "s", "z", "p", "l"];
-
-const COMBINED: [&str; 26] = [
-    "it", "ic", "is", "iz", "tc", "cs", "sz", "sp", "zp", "tS", "cN", "sN", "zN", "pN", "itc", "csz", "szp", "tcsN",
-    "icsS", "itcszp", "itcszpS", "itcszpN", "lp", "lzN", "itcszpl", "itcszplN",
-];
 
 proptest! {
     #![proptest_config(config("tests/options.proptest-regressions"))]
@@ -59,15 +55,14 @@ proptest! {
     #[test]
     fn random_options_of_random_problems_equal_the_reference(
         problem in problems(),
-        letters in proptest::sample::subsequence("itcszplSN".chars().collect::<Vec<_>>(), 0..=9),
+        choices in proptest::sample::subsequence(&CHOICES[..], 0..=CHOICES.len()),
         workspace in proptest::option::of(1..4_usize),
     ) {
-        let letters: String = letters.into_iter().collect();
         for device in devices() {
             for &dtype in dtypes(&device).iter().filter(|d| d.size_in_bytes() >= 4) {
                 for head in ENTRIES {
                     let mut case = problem.case(head);
-                    let objective = objective(&letters, &mut case);
+                    let objective = objective(&choices, &mut case);
                     let check = Check { workspace, least_scale: LEAST_SCALE, ..Check::new(dtype) };
                     check.run(&case, &objective, &device)?;
                 }
@@ -80,10 +75,10 @@ on_each_device! {
     fn each_option_alone_equals_the_reference(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
             for head in ENTRIES {
-                for letters in ALONE {
+                for choices in ALONE {
                     let mut case = case(head, 60);
-                    let objective = objective(letters, &mut case);
-                    eprintln!("options {letters:?}");
+                    let objective = objective(choices, &mut case);
+                    eprintln!("options {choices:?}");
                     Check::new(dtype).run(&case, &objective, device)?;
                 }
             }
@@ -94,10 +89,10 @@ on_each_device! {
     fn combined_options_equal_the_reference(device: &Device) -> Result<()> {
         for &dtype in dtypes(device).iter().filter(|d| d.size_in_bytes() >= 4) {
             for head in ENTRIES {
-                for letters in COMBINED {
+                for choices in COMBINED {
                     let mut case = case(head, 61);
-                    let objective = objective(letters, &mut case);
-                    eprintln!("options {letters:?}");
+                    let objective = objective(choices, &mut case);
+                    eprintln!("options {choices:?}");
                     Check::new(dtype).run(&case, &objective, device)?;
                 }
             }
@@ -107,9 +102,9 @@ on_each_device! {
 
     fn all_options_at_once_in_small_chunks_equal_the_reference(device: &Device) -> Result<()> {
         for head in ENTRIES {
-            for letters in ["itcszp", "itcszpN"] {
+            for choices in [MOST, MOST_UNREDUCED] {
                 let mut case = case(head, 62);
-                let objective = objective(letters, &mut case);
+                let objective = objective(choices, &mut case);
                 Check { workspace: Some(1), ..Check::new(DType::F32) }.run(&case, &objective, device)?;
             }
         }
@@ -158,7 +153,7 @@ on_each_device! {
         let dtype = exact(device);
         for head in ENTRIES {
             let mut case = case(head, 64);
-            let objective = objective("itcs", &mut case);
+            let objective = objective(&[IgnoredIndex, PositionWeights, ClassWeights, LabelSmoothing], &mut case);
             let tensors = case.constants(dtype, device)?;
             let targets = case.target_tensor(device)?;
             let (mut sum, mut count) = (0.0, 0.0);
@@ -215,9 +210,9 @@ on_each_device! {
 
     fn evaluation_gives_the_same_value_and_no_graph(device: &Device) -> Result<()> {
         for head in ENTRIES {
-            for letters in ["", "N", "itcszp", "itcszpN"] {
+            for choices in [&[][..], &[NoReduction], MOST, MOST_UNREDUCED] {
                 let mut case = case(head, 67);
-                let objective = objective(letters, &mut case);
+                let objective = objective(choices, &mut case);
                 let tensors = case.variables(DType::F32, device)?;
                 let layer = Layer::new(&case, &tensors)?;
                 let targets = case.target_tensor(device)?;
@@ -227,7 +222,7 @@ on_each_device! {
                 let (training, evaluation) = (ask(LossOptions::new())?, ask(LossOptions::evaluation())?);
                 for (trained, evaluated) in [(&training.value, &evaluation.value), (&training.nll, &evaluation.nll)] {
                     let tolerance = Tolerance::value(DType::F32);
-                    assert_close(letters, &numbers(evaluated), &numbers(trained), None, tolerance);
+                    assert_close(&format!("{choices:?}"), &numbers(evaluated), &numbers(trained), None, tolerance);
                 }
                 assert!(training.value.track_op() && !evaluation.value.track_op());
                 let found = gradients(&evaluation.value.sum_all()?.backward()?, &tensors);
@@ -240,7 +235,7 @@ on_each_device! {
     fn only_the_value_is_differentiable(device: &Device) -> Result<()> {
         for head in ENTRIES {
             let mut case = case(head, 68);
-            let objective = objective("cs", &mut case);
+            let objective = objective(&[ClassWeights, LabelSmoothing], &mut case);
             let options = objective.options(&case.lead, device)?.with_correct(true);
             let layer = Layer::new(&case, &case.variables(DType::F32, device)?)?;
             let loss = layer.loss(&case.target_tensor(device)?, &options)?;

@@ -17,7 +17,9 @@ use mos_head::{
 };
 
 use super::digest::Digest;
-use super::problem::{has, sampler, uniform, Problem};
+use super::options::{Distillation, Draw::*, LossOption, PolicyTerm, Score};
+use super::options::{Distillation::*, LossOption::*, PolicyTerm::*, Score::*};
+use super::problem::{sampler, uniform, Problem};
 use super::ranks::on_ranks;
 
 const CPU: Device = Device::Cpu;
@@ -49,10 +51,11 @@ fn accumulation(dtype: DType) -> DType {
 
 impl Problem {
     /// Scores of the targets, and of three candidates at each position.
-    pub(crate) fn scores(&self, layer: &dyn OutputLayer, names: &str, digest: &mut Digest) -> Result<()> {
-        let options = ScoreOptions::new().with_entropy(has(names, "entropy")).with_outside(has(names, "outside"));
-        let options = options.with_is_argmax(has(names, "best"));
-        let options = options.with_temperature(if has(names, "temperature") { 0.7 } else { 1.0 });
+    pub(crate) fn scores(&self, layer: &dyn OutputLayer, chosen: &[Score], digest: &mut Digest) -> Result<()> {
+        let options =
+            ScoreOptions::new().with_entropy(chosen.contains(&Entropy)).with_outside(chosen.contains(&Outside));
+        let options = options.with_is_argmax(chosen.contains(&IsArgmax));
+        let options = options.with_temperature(if chosen.contains(&Tempered) { 0.7 } else { 1.0 });
         let candidates = ids(&[self.sizes.leading, &[3]].concat(), self.sizes.vocab, 7)?;
         for token_ids in [&self.targets, &candidates] {
             self.digest_scores(&layer.score(&self.hidden, token_ids, &options)?, digest)?;
@@ -73,7 +76,7 @@ impl Problem {
         digest.gradients(&scores.backward(&sum)?, &self.vars)
     }
 
-    pub(crate) fn policy_loss(&self, layer: &dyn OutputLayer, names: &str, digest: &mut Digest) -> Result<()> {
+    pub(crate) fn policy_loss(&self, layer: &dyn OutputLayer, terms: &[PolicyTerm], digest: &mut Digest) -> Result<()> {
         let (leading, dtype) = (self.sizes.leading, accumulation(self.hidden.dtype()));
         let log_prob = layer.log_prob(&self.hidden, &self.targets)?.detach();
         let near = |seed| -> Result<Tensor> { Ok((&log_prob + uniform(leading, 0.4, seed)?.to_dtype(dtype)?)?) };
@@ -82,39 +85,39 @@ impl Problem {
         let batch = PolicyBatch::new(self.targets.clone(), uniform(leading, 1.0, 53)?.to_dtype(dtype)?);
         let mut batch = batch.with_old_log_probs(near(59)?).with_mask(mask);
         let mut options = PolicyOptions::new();
-        for name in names.split('+') {
-            match name {
-                "ppo" => {}
-                "kl" => {
+        for term in terms {
+            match term {
+                Ratio => {}
+                Kl => {
                     batch = batch.with_reference_log_probs(near(61)?);
                     options = options.with_kl(0.1).with_normalization(PolicyNormalization::Sequences);
                 }
-                "importance" => batch = batch.with_sampler_log_probs(near(67)?),
-                "entropy" => options = options.with_entropy(0.05),
-                "temperature" => options = options.with_temperature(1.3),
-                "constant" => options = options.with_normalization(PolicyNormalization::Constant(17.0)),
-                _ => panic!("no option {name}"),
+                Importance => batch = batch.with_sampler_log_probs(near(67)?),
+                EntropyBonus => options = options.with_entropy(0.05),
+                PolicyTemperature => options = options.with_temperature(1.3),
+                Constant => options = options.with_normalization(PolicyNormalization::Constant(17.0)),
             }
         }
-        self.digest_loss(&layer.policy_loss(&self.hidden, &batch, &options)?, "mean", digest)
+        self.digest_loss(&layer.policy_loss(&self.hidden, &batch, &options)?, &[Mean], digest)
     }
 
     /// The divergence from each kind of teacher.
-    pub(crate) fn distill(&self, layer: &dyn OutputLayer, names: &str, digest: &mut Digest) -> Result<()> {
+    pub(crate) fn distill(&self, layer: &dyn OutputLayer, chosen: &[Distillation], digest: &mut Digest) -> Result<()> {
         let (leading, vocab, dtype) = (self.sizes.leading, self.sizes.vocab, accumulation(self.hidden.dtype()));
-        let divergence = match names.split('+').next() {
-            Some("reverse") => Divergence::ReverseKl,
-            Some("jensen_shannon") => Divergence::JensenShannon(0.3),
+        let has = |option| chosen.contains(&option);
+        let divergence = match chosen.first() {
+            Some(Reverse) => Divergence::ReverseKl,
+            Some(JensenShannon) => Divergence::JensenShannon(0.3),
             _ => Divergence::ForwardKl,
         };
         let mut options = DistillOptions::new(divergence);
-        if has(names, "temperature") {
+        if has(TeacherTemperature) {
             options = options.with_temperature(1.7);
         }
-        if has(names, "hard") {
+        if has(HardTargets) {
             options = options.with_targets(self.targets.clone()).with_hard_weight(0.3);
         }
-        if has(names, "weights") {
+        if has(Weights) {
             let weights = uniform(leading, 0.7, 71)?.relu()?.to_dtype(dtype)?;
             options = options.with_position_weights(weights).with_reduction(Reduction::Sum);
         }
@@ -126,7 +129,7 @@ impl Problem {
         let contexts = constant(&[leading, &[2, 6]].concat(), 83)?;
         let mixture = Mixture::new(&contexts, Some(&log_priors), &constant(&[vocab, 6], 89)?, None)?;
         let mut teachers = vec![Teacher::from_log_probs(&of_all), Teacher::from_mixture(&mixture)];
-        let is_mixed_and_tempered = has(names, "temperature") && has(names, "hard");
+        let is_mixed_and_tempered = has(TeacherTemperature) && has(HardTargets);
         for missing in [MissingIds::Tail, MissingIds::Zero, MissingIds::Renormalized] {
             let is_infinite = divergence == Divergence::ReverseKl && missing != MissingIds::Tail;
             if !is_infinite && !is_mixed_and_tempered {
@@ -134,7 +137,7 @@ impl Problem {
             }
         }
         for teacher in teachers {
-            self.digest_loss(&layer.distill(&self.hidden, &teacher, &options)?, "mean", digest)?;
+            self.digest_loss(&layer.distill(&self.hidden, &teacher, &options)?, &[Mean], digest)?;
         }
         Ok(())
     }
@@ -148,18 +151,20 @@ impl Problem {
         let offsets = (0..=n).map(|t| (0..t).map(|t| list(t).len()).sum()).collect::<Vec<_>>();
         for allowed in [AllowedIds::new(&shared), AllowedIds::per_position(&lists, &offsets)?] {
             let head = Restricted::new(self.mixture_layer(), allowed.with_targets_added(true))?;
-            for options in ["mean", "none+ignore_some+position_weights+class_weights", "hits+sum", "evaluation"] {
+            let sets: [&[LossOption]; 4] =
+                [&[Mean], &[Unreduced, IgnoreSome, PositionWeights, ClassWeights], &[Hits, Sum], &[Evaluation]];
+            for options in sets {
                 let loss = head.loss(&self.hidden, &self.targets, &self.options(options)?)?;
                 self.digest_loss(&loss, options, digest)?;
             }
             digest.differentiable(&head.log_probs(&self.hidden)?, &self.vars)?;
             digest.top_k(&head.top_k(&self.hidden, 4)?)?;
             digest.tensor(&head.argmax(&self.hidden)?)?;
-            for sampling in ["full", "temperature+top_p"] {
-                digest.tensor(&head.sample(&self.hidden, &mut sampler(sampling)?)?)?;
+            for draws in [&[Full][..], &[Temperature, TopP]] {
+                digest.tensor(&head.sample(&self.hidden, &mut sampler(draws)?)?)?;
             }
-            self.scores(&head, "entropy+best", digest)?;
-            self.policy_loss(&head, "ppo+entropy", digest)?;
+            self.scores(&head, &[Entropy, IsArgmax], digest)?;
+            self.policy_loss(&head, &[Ratio, EntropyBonus], digest)?;
         }
         Ok(())
     }
@@ -177,7 +182,7 @@ impl Problem {
     }
 
     /// The gradients of two batches.
-    pub(crate) fn gradient_sum(&self, options: &str, digest: &mut Digest) -> Result<()> {
+    pub(crate) fn gradient_sum(&self, options: &[LossOption], digest: &mut Digest) -> Result<()> {
         let sum = GradientSum::new();
         for _ in 0..2 {
             let loss =
@@ -200,13 +205,13 @@ impl Problem {
                 let by = |factor: f64| scores.entropy.zeros_like()? + factor;
                 Ok(ChunkTerms::new(values, by_log_prob).with_by_entropy(by(0.3)?).with_by_outside(by(-0.2)?))
             })?;
-            self.digest_loss(&loss, "mean", digest)?;
+            self.digest_loss(&loss, &[Mean], digest)?;
         }
         let loss = mixture.log_prob_loss(None, |chunk| {
             let squares = (chunk.log_probs * 2.0)?.exp()?;
             Ok(ChunkTerms::new(squares.sum(1)?, (squares * 2.0)?))
         })?;
-        self.digest_loss(&loss, "mean", digest)
+        self.digest_loss(&loss, &[Mean], digest)
     }
 }
 

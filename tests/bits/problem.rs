@@ -17,6 +17,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::digest::Digest;
+use super::options::{mos, Draw, Draw::*, Head, Kind, LossOption, LossOption::*, Part::*};
 
 const CPU: Device = Device::Cpu;
 
@@ -34,30 +35,30 @@ pub(crate) const BASE: Sizes = Sizes { leading: &[3, 7], hidden: 20, context: 19
 /// A head with seeded parameters, hidden states and targets. `vars` has every variable, the hidden states too.
 pub(crate) struct Problem {
     pub(crate) vars: VarMap,
-    head: Head,
+    layer: Layer,
     pub(crate) hidden: Tensor,
     pub(crate) targets: Tensor,
     pub(crate) sizes: Sizes,
 }
 
-enum Head {
+enum Layer {
     Mixture(Box<dyn MixtureLayer>),
     Factorised(Box<dyn OutputLayer>),
 }
 
 impl Problem {
-    pub(crate) fn new(name: &str, sizes: Sizes, dtype: DType) -> Result<Self> {
+    pub(crate) fn new(head: Head, sizes: Sizes, dtype: DType) -> Result<Self> {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, dtype, &CPU);
-        // The first head creates the variables, the second is made of their values.
-        head(name, &sizes, &vb)?;
+        // The first layer creates the variables, the second is made of their values.
+        layer(head, &sizes, &vb)?;
         let hidden = vb.get([sizes.leading, &[sizes.hidden]].concat(), "hidden")?;
         fill(&vars)?;
         let mut rng = StdRng::seed_from_u64(11);
         let count = sizes.leading.iter().product();
         let targets = (0..count).map(|_| rng.random_range(0..sizes.vocab as u32)).collect();
         let targets = Tensor::from_vec::<_, u32>(targets, sizes.leading, &CPU)?;
-        Ok(Problem { head: head(name, &sizes, &vb)?, vars, hidden, targets, sizes })
+        Ok(Problem { layer: layer(head, &sizes, &vb)?, vars, hidden, targets, sizes })
     }
 
     /// Another variable, with seeded values.
@@ -73,50 +74,50 @@ impl Problem {
     }
 
     pub(crate) fn layer(&self) -> &dyn OutputLayer {
-        match &self.head {
-            Head::Mixture(head) => head,
-            Head::Factorised(head) => head,
+        match &self.layer {
+            Layer::Mixture(head) => head,
+            Layer::Factorised(head) => head,
         }
     }
 
     pub(crate) fn mixture_layer(&self) -> &dyn MixtureLayer {
-        match &self.head {
-            Head::Mixture(head) => head,
-            Head::Factorised(_) => panic!("the head is no mixture"),
+        match &self.layer {
+            Layer::Mixture(head) => head,
+            Layer::Factorised(_) => panic!("the head is no mixture"),
         }
     }
 
-    pub(crate) fn options(&self, names: &str) -> Result<LossOptions> {
+    pub(crate) fn options(&self, chosen: &[LossOption]) -> Result<LossOptions> {
         let Sizes { leading, vocab, .. } = self.sizes;
-        let target = self.targets_for(names)?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-        let (training, has) = (LossOptions::new().with_dropout(DropoutMasks::Seeded(7)), |name| has(names, name));
-        let noise = if has("unigram") {
+        let target = self.targets_for(chosen)?.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+        let (training, has) =
+            (LossOptions::new().with_dropout(DropoutMasks::Seeded(7)), |option| chosen.contains(&option));
+        let noise = if has(Unigram) {
             NoiseDistribution::unigram(&(0..vocab).map(|id| 1.0 + (id % 7) as f64).collect::<Vec<_>>())?
         } else {
             NoiseDistribution::log_uniform(vocab)?
         };
-        let negatives = || if has("replaced") { noise.draw_with_replacement(40, 17) } else { noise.draw(23, 17) };
-        let add = |options: LossOptions, name: &str| {
-            Ok::<_, Error>(match name {
-                "sum" => options.with_reduction(Reduction::Sum),
-                "none" => options.with_reduction(Reduction::None),
-                "ignore_some" | "ignore_all" => options.with_ignore_index(target.first().copied().unwrap_or(0)),
-                "ignore_absent" => options.with_ignore_index(-100),
-                "position_weights" => options.with_position_weights((uniform(leading, 0.7, 19)? + 0.5)?),
-                "class_weights" => options.with_class_weights((uniform(&[vocab], 0.7, 23)? + 0.8)?),
-                "smoothing" => options.with_label_smoothing(0.1),
-                "z_loss" => options.with_z_loss(0.01),
-                "hits" => options.with_correct(true),
-                "sampled" => options.with_sampled_softmax(negatives()?),
-                "nce" => options.with_nce(negatives()?),
-                "rows" => options.with_decoder_rows(true),
-                "mean" | "evaluation" | "penalty" | "budget" | "replaced" | "unigram" => options,
-                _ => panic!("no option {name}"),
+        let negatives = || if has(Replaced) { noise.draw_with_replacement(40, 17) } else { noise.draw(23, 17) };
+        let add = |options: LossOptions, option: &LossOption| {
+            Ok::<_, Error>(match option {
+                Sum => options.with_reduction(Reduction::Sum),
+                Unreduced => options.with_reduction(Reduction::None),
+                IgnoreSome | IgnoreAll => options.with_ignore_index(target.first().copied().unwrap_or(0)),
+                IgnoreAbsent => options.with_ignore_index(-100),
+                PositionWeights => options.with_position_weights((uniform(leading, 0.7, 19)? + 0.5)?),
+                ClassWeights => options.with_class_weights((uniform(&[vocab], 0.7, 23)? + 0.8)?),
+                Smoothing => options.with_label_smoothing(0.1),
+                ZLoss => options.with_z_loss(0.01),
+                Hits => options.with_correct(true),
+                Sampled => options.with_sampled_softmax(negatives()?),
+                Nce => options.with_nce(negatives()?),
+                Rows => options.with_decoder_rows(true),
+                Mean | Evaluation | Penalty | Budget | Replaced | Unigram => options,
             })
         };
-        let start = if has("evaluation") { LossOptions::evaluation() } else { training };
-        let options = names.split('+').try_fold(start, add)?;
-        if !has("budget") {
+        let start = if has(Evaluation) { LossOptions::evaluation() } else { training };
+        let options = chosen.iter().try_fold(start, add)?;
+        if !has(Budget) {
             return Ok(options);
         }
         // The power of two whose chunks are closest to a quarter of the positions.
@@ -127,19 +128,19 @@ impl Problem {
         Ok(best.expect("a budget").1)
     }
 
-    pub(crate) fn targets_for(&self, options: &str) -> Result<Tensor> {
-        Ok(if has(options, "ignore_all") { self.targets.zeros_like()? } else { self.targets.clone() })
+    pub(crate) fn targets_for(&self, options: &[LossOption]) -> Result<Tensor> {
+        Ok(if options.contains(&IgnoreAll) { self.targets.zeros_like()? } else { self.targets.clone() })
     }
 
     /// The loss with each of these sets of options.
-    pub(crate) fn losses(&self, options: &str, digest: &mut Digest) -> Result<()> {
-        options.split(' ').try_for_each(|options| {
+    pub(crate) fn losses(&self, sets: &[&[LossOption]], digest: &mut Digest) -> Result<()> {
+        sets.iter().try_for_each(|options| {
             let loss = self.layer().loss(&self.hidden, &self.targets_for(options)?, &self.options(options)?)?;
             self.digest_loss(&loss, options, digest)
         })
     }
 
-    pub(crate) fn digest_loss(&self, loss: &Loss, options: &str, digest: &mut Digest) -> Result<()> {
+    pub(crate) fn digest_loss(&self, loss: &Loss, options: &[LossOption], digest: &mut Digest) -> Result<()> {
         let rows = loss.decoder_rows.as_ref();
         for tensor in [&loss.value, &loss.sum, &loss.count, &loss.nll] {
             digest.tensor(tensor)?;
@@ -149,13 +150,13 @@ impl Problem {
         for tensor in [loss.correct.as_ref(), none, rows.map(|rows| &rows.token_ids)] {
             digest.optional(tensor)?;
         }
-        if has(options, "evaluation") {
+        if options.contains(&Evaluation) {
             return Ok(());
         }
-        let gradients = if has(options, "none") {
+        let gradients = if options.contains(&Unreduced) {
             let upstream = uniform(loss.value.dims(), 1.0, 29)?.to_dtype(loss.value.dtype())?;
             (&loss.value * upstream)?.sum_all()?.backward()?
-        } else if has(options, "penalty") {
+        } else if options.contains(&Penalty) {
             loss.backward_with(&(self.hidden.to_dtype(loss.value.dtype())?.sqr()?.mean_all()? * 0.5)?)?
         } else {
             loss.backward()?
@@ -174,7 +175,7 @@ impl Problem {
         digest.tensor(&layer.log_prob(hidden, &self.targets)?)?;
         digest.top_k(&layer.top_k(hidden, self.sizes.vocab.min(5))?)?;
         digest.tensor(&layer.argmax(hidden)?)?;
-        digest.tensor(&layer.sample(hidden, &mut sampler("full")?)?)
+        digest.tensor(&layer.sample(hidden, &mut sampler(&[Full])?)?)
     }
 
     pub(crate) fn digest_mixture(&self, mixture: &Mixture, digest: &mut Digest) -> Result<()> {
@@ -183,8 +184,8 @@ impl Problem {
         digest.differentiable(&mixture.log_probs()?, &self.vars)?;
         digest.tensor(&mixture.log_prob(&self.targets)?)?;
         digest.top_k(&mixture.top_k(5)?)?;
-        digest.tensor(&mixture.sample(&mut sampler("top_p")?)?)?;
-        self.digest_loss(&mixture.loss(&self.targets, &LossOptions::new())?, "mean", digest)
+        digest.tensor(&mixture.sample(&mut sampler(&[TopP])?)?)?;
+        self.digest_loss(&mixture.loss(&self.targets, &LossOptions::new())?, &[Mean], digest)
     }
 
     pub(crate) fn beam_search(&mut self, digest: &mut Digest) -> Result<()> {
@@ -206,50 +207,52 @@ impl Problem {
     }
 }
 
-/// The head of this name, such as `mos3+identity`.
-fn head(name: &str, sizes: &Sizes, vb: &VarBuilder) -> Result<Head> {
+fn layer(head: Head, sizes: &Sizes, vb: &VarBuilder) -> Result<Layer> {
     let &Sizes { hidden, vocab, .. } = sizes;
-    let root = if has(name, "dropout") { "mos3+dropout" } else { "mos3" };
+    let root = if head.has(Dropout) { mos(3, &[Dropout]) } else { mos(3, &[]) };
     let root = |entries| mixture_layer(root, &Sizes { vocab: entries, ..*sizes }, &vb.pp("root")).map(Arc::from);
-    Ok(Head::Factorised(if has(name, "adaptive") {
-        let config = AdaptiveConfig::new(hidden, vocab, vec![vocab / 3, vocab / 2]).with_head_bias(has(name, "bias"));
-        let config = if has(name, "div2") { config.with_div_value(2.0) } else { config };
-        if has(name, "mos3") {
+    Ok(Layer::Factorised(if head.kind == Kind::Adaptive {
+        let config = AdaptiveConfig::new(hidden, vocab, vec![vocab / 3, vocab / 2]).with_head_bias(head.has(RootBias));
+        let config = if head.has(HalfWidths) { config.with_div_value(2.0) } else { config };
+        if head.has(MixtureRoot) {
             Box::new(AdaptiveSoftmax::with_head(&config, root(config.head_size())?, vb.clone())?)
         } else {
             Box::new(AdaptiveSoftmax::new(&config, vb.clone())?)
         }
-    } else if has(name, "hierarchical") {
+    } else if head.kind == Kind::Hierarchical {
         let frequencies: Vec<f64> = (0..vocab).map(|id| 1.0 / (1 + id % 17) as f64).collect();
-        let config = HierarchicalConfig::new(hidden, vocab).with_bias(!has(name, "no_bias"));
-        let config =
-            if has(name, "given") { config.with_classes(Classes::from_frequencies(&frequencies, 9)?) } else { config };
-        if has(name, "mos3") {
+        let config = HierarchicalConfig::new(hidden, vocab).with_bias(!head.has(NoBias));
+        let config = if head.has(GivenClasses) {
+            config.with_classes(Classes::from_frequencies(&frequencies, 9)?)
+        } else {
+            config
+        };
+        if head.has(MixtureRoot) {
             Box::new(HierarchicalSoftmax::with_class_layer(&config, root(config.class_count()?)?, vb.clone())?)
         } else {
             Box::new(HierarchicalSoftmax::new(&config, vb.clone())?)
         }
     } else {
-        return Ok(Head::Mixture(mixture_layer(name, sizes, vb)?));
+        return Ok(Layer::Mixture(mixture_layer(head, sizes, vb)?));
     }))
 }
 
-fn mixture_layer(name: &str, sizes: &Sizes, vb: &VarBuilder) -> Result<Box<dyn MixtureLayer>> {
+fn mixture_layer(head: Head, sizes: &Sizes, vb: &VarBuilder) -> Result<Box<dyn MixtureLayer>> {
     let &Sizes { hidden, context, vocab, .. } = sizes;
-    let (has, scale) = (|flag| has(name, flag), if has(name, "scaled") { 0.7 } else { 1.0 });
+    let (has, scale) = (|part| head.has(part), if head.has(Scaled) { 0.7 } else { 1.0 });
     macro_rules! head {
         ($head:ident, $config:expr, $context:expr) => {{
-            let config = $config.with_decoder_bias(!has("no_bias")).with_logit_scale(scale);
-            let config = if has("capped") { config.with_softcap(2.5) } else { config };
-            let head = if has("tied") {
+            let config = $config.with_decoder_bias(!has(NoBias)).with_logit_scale(scale);
+            let config = if has(Capped) { config.with_softcap(2.5) } else { config };
+            let head = if has(Tied) {
                 let embedding = Embedding::new(vb.get((vocab, $context), "embedding")?, $context);
                 $head::tied(&config, &embedding, vb.clone())?
-            } else if has("char_cnn") {
+            } else if has(Spelled) {
                 $head::with_char_cnn(&config, char_cnn(sizes, $context, vb.pp("rows"))?, vb.clone())?
             } else {
                 $head::new(&config, vb.clone())?
             };
-            if has("adapter") {
+            if has(Adapter) {
                 let config = LowRankConfig::new(vocab, $context, 3).with_alpha(6.0);
                 Box::new(head.with_adapter(LowRankAdapter::new(&config, vb.pp("adapter"))?)?)
             } else {
@@ -257,20 +260,20 @@ fn mixture_layer(name: &str, sizes: &Sizes, vb: &VarBuilder) -> Result<Box<dyn M
             }
         }};
     }
-    if has("transposed") {
+    if has(Transposed) {
         let (weight, bias) = (vb.get((hidden, vocab), "weight")?.t()?, vb.get(vocab, "bias")?);
         return Ok(Box::new(SoftmaxHead::from_tensors(weight, Some(bias))?));
     }
-    if has("softmax") {
-        return Ok(head!(SoftmaxHead, SoftmaxConfig::new(hidden, vocab), hidden));
-    }
-    let (kind, components) = name.split('+').next().unwrap_or(name).split_at(3);
-    let config = MixtureConfig::new(hidden, vocab, components.parse().expect("a number")).with_context_dim(context);
+    let components = match head.kind {
+        Kind::Contexts(components) | Kind::Softmaxes(components) => components,
+        _ => return Ok(head!(SoftmaxHead, SoftmaxConfig::new(hidden, vocab), hidden)),
+    };
+    let config = MixtureConfig::new(hidden, vocab, components).with_context_dim(context);
     let config =
-        config.with_activation(if has("identity") { ContextActivation::Identity } else { ContextActivation::Tanh });
-    let config = config.with_dropout(if has("dropout") { 0.3 } else { 0.0 }).with_prior_bias(has("prior_bias"));
-    Ok(match kind {
-        "moc" => head!(MixtureOfContexts, config, context),
+        config.with_activation(if has(Identity) { ContextActivation::Identity } else { ContextActivation::Tanh });
+    let config = config.with_dropout(if has(Dropout) { 0.3 } else { 0.0 }).with_prior_bias(has(PriorBias));
+    Ok(match head.kind {
+        Kind::Contexts(_) => head!(MixtureOfContexts, config, context),
         _ => head!(MixtureOfSoftmaxes, config, context),
     })
 }
@@ -289,24 +292,18 @@ pub(crate) fn char_cnn(sizes: &Sizes, context: usize, vb: VarBuilder) -> Result<
     CharCnn::new(&config.with_correction(2), &spellings, vb)
 }
 
-pub(crate) fn sampler(names: &str) -> Result<Sampler> {
-    let add = |sampling: Sampling, name: &str| match name {
-        "full" => sampling,
-        "greedy" => Sampling::greedy(),
-        "temperature" => sampling.with_temperature(0.7),
-        "component_temperature" => sampling.with_component_temperature(1.4),
-        "top_k" => sampling.with_top_k(20),
-        "top_p" => sampling.with_top_p(0.8),
-        "min_p" => sampling.with_min_p(0.1),
-        "ancestral" => sampling.with_ancestral(true),
-        _ => panic!("no sampling {name}"),
+pub(crate) fn sampler(draws: &[Draw]) -> Result<Sampler> {
+    let add = |sampling: Sampling, draw: &Draw| match draw {
+        Full => sampling,
+        Greedy => Sampling::greedy(),
+        Temperature => sampling.with_temperature(0.7),
+        ComponentTemperature => sampling.with_component_temperature(1.4),
+        FromTopK => sampling.with_top_k(20),
+        TopP => sampling.with_top_p(0.8),
+        MinP => sampling.with_min_p(0.1),
+        Ancestral => sampling.with_ancestral(true),
     };
-    Sampler::new(names.split('+').fold(Sampling::new(), add), 37)
-}
-
-/// Whether `flag` is among names that are joined by `+`.
-pub(crate) fn has(names: &str, flag: &str) -> bool {
-    names.split('+').any(|name| name == flag)
+    Sampler::new(draws.iter().fold(Sampling::new(), add), 37)
 }
 
 /// Seeded numbers within `bound` of zero, in f64.

@@ -33,4 +33,6 @@ if [[ -n ${EXAMPLE:-} ]]; then
 elif [[ -n ${PROGRAM:-} ]]; then
     exec cargo run --locked --release --features cuda -p lab --bin "$PROGRAM" -- "$@"
 fi
+# The emulated driver must open: else the tests would run on the CPU alone.
+export MOS_HEAD_NEED_GPU=1 MOS_HEAD_NEED_EMULATED_DRIVER=1
 exec cargo test --locked --release --features nccl "$@"

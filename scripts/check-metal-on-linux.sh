@@ -24,4 +24,6 @@ if [[ ! -e $copy/.complete ]]; then
     touch "$copy/.complete"
 fi
 
+# The emulated device must open: else the tests would run on the CPU alone.
+export MOS_HEAD_NEED_GPU=1
 exec cargo test --locked --manifest-path emulated/metal/Cargo.toml "$@"

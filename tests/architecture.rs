@@ -2,6 +2,9 @@
 //! in a circle, no two modules import each other's layer, and nothing is imported through `lib.rs`. Run it with
 //! `-- --nocapture` to see the folders and children that would import each other if re-exports counted.
 
+#[path = "common/needs.rs"]
+mod needs;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
@@ -88,7 +91,8 @@ fn without_re_exports(files: &Files) -> Files {
 fn imports_never_turn_back() {
     let mut all = Files::new();
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), "", &mut all);
-    all.retain(|module, _| !module.contains("testing"));
+    // What only tests have.
+    all.retain(|module, _| !module.contains("testing") && !module.ends_with("language_rules"));
     let module = |line| str::strip_prefix(line, "pub ").unwrap_or(line).strip_prefix("mod ")?.strip_suffix(';');
     let order: Vec<&str> = all[""].lines().filter_map(module).collect();
     assert!(order.len() < TOP_LEVEL, "{} entries in src", order.len());
@@ -147,11 +151,20 @@ fn paths(root: &Path, folder: &str, found: &mut Vec<String>) {
     }
 }
 
+/// Whether this is the published crate, which says that its documents are not compared: they name the lab and scripts, which
+/// it lacks. Cargo puts the manifest that it was made from into each crate that it packs.
+fn is_published(root: &Path) -> bool {
+    let is_published = root.join("Cargo.toml.orig").exists();
+    if is_published {
+        needs::is_skipped("the files that the documents name", "the published crate has no lab");
+    }
+    is_published
+}
+
 #[test]
 fn every_file_that_the_documents_name_exists() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    // What is published has no lab, and fewer scripts.
-    if !root.join("lab").exists() {
+    if is_published(root) {
         return;
     }
     let mut found = vec![];
@@ -169,7 +182,7 @@ fn every_file_that_the_documents_name_exists() {
 #[test]
 fn every_file_that_the_documents_link_to_exists() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    if !root.join("lab").exists() {
+    if is_published(root) {
         return;
     }
     let mut found = vec![];

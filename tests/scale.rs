@@ -1,10 +1,12 @@
 //! A GPU computes the same as the CPU: several chunks; and, ignored unless asked for, more than 2^31 logits, more than
-//! 65 535 rows in one chunk, and a large vocabulary.
+//! 65 535 rows in one chunk, and a large vocabulary. Without a GPU these tests are skipped.
 
 mod common;
 
+use std::process::Command;
+
 use candle_core::{DType, Device, Tensor, Var};
-use common::devices;
+use common::needs::GPU;
 use mos_head::{LossOptions, OutputLayer, Result, SoftmaxHead};
 
 /// Numbers from -1 to 1.
@@ -45,28 +47,49 @@ fn assert_same(positions: usize, vocab: usize, options: &LossOptions, dtype: DTy
     Ok(())
 }
 
-fn on_gpus(positions: usize, vocab: usize, options: &LossOptions) -> Result<()> {
-    for device in devices().iter().filter(|device| !device.is_cpu()) {
-        for dtype in [DType::F32, DType::BF16] {
-            assert_same(positions, vocab, options, dtype, device)?;
+fn on_the_gpu(positions: usize, vocab: usize, options: &LossOptions) -> Result<()> {
+    match common::gpu() {
+        Ok(device) => [DType::F32, DType::BF16]
+            .into_iter()
+            .try_for_each(|dtype| assert_same(positions, vocab, options, dtype, &device)),
+        Err(reason) => {
+            GPU.is_missing(reason);
+            Ok(())
         }
     }
-    Ok(())
 }
 
 #[test]
 fn several_chunks_are_the_same_as_on_the_cpu() -> Result<()> {
-    on_gpus(300, 1000, &LossOptions::new().with_workspace_bytes(1 << 20))
+    on_the_gpu(300, 1000, &LossOptions::new().with_workspace_bytes(1 << 20))
 }
 
 #[test]
 #[ignore = "for a GPU"]
 fn a_hundred_thousand_rows_of_a_large_vocabulary_are_the_same_as_on_the_cpu() -> Result<()> {
-    on_gpus(100_000, 128_256, &LossOptions::new())
+    on_the_gpu(100_000, 128_256, &LossOptions::new())
 }
 
 #[test]
 #[ignore = "for a GPU"]
 fn a_chunk_of_more_than_two_to_the_31_logits_is_the_same_as_on_the_cpu() -> Result<()> {
-    on_gpus(70_000, 33_278, &LossOptions::new().with_workspace_bytes(20 << 30))
+    on_the_gpu(70_000, 33_278, &LossOptions::new().with_workspace_bytes(20 << 30))
+}
+
+/// Opening the GPU either works or gives candle's reason, which a demand shows.
+#[test]
+fn a_demanded_gpu_that_cannot_be_opened_fails_the_test_with_the_reason() {
+    let mut this = Command::new(std::env::current_exe().expect("this test"));
+    this.args(["--exact", "several_chunks_are_the_same_as_on_the_cpu"]);
+    let mut run = |demand: &str| this.env(GPU.variable, demand).output().expect("a process");
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    let (demanded, skipped) = (run("1"), run("0"));
+    let failed = text(demanded.stdout);
+    let Err(reason) = common::gpu() else {
+        assert!(demanded.status.success() && skipped.stderr.is_empty(), "{failed}");
+        return;
+    };
+    assert!(!demanded.status.success() && failed.contains(&reason), "{failed}");
+    let line = text(skipped.stderr);
+    assert!(skipped.status.success() && line.starts_with("skipped: several_chunks"), "{line}");
 }

@@ -16,6 +16,9 @@ pub(crate) mod divergence;
 mod gpu;
 #[cfg(any(feature = "metal", all(test, target_os = "linux")))]
 mod metal;
+#[cfg(test)]
+#[path = "../../tests/common/needs.rs"]
+mod needs;
 pub(crate) mod objective;
 pub(crate) mod operands;
 pub(crate) mod plan;

@@ -11,6 +11,7 @@ pub mod compare;
 pub mod composed;
 pub mod factorised;
 pub mod given;
+pub mod needs;
 pub mod objective;
 pub mod random;
 pub mod reference;
@@ -19,20 +20,30 @@ pub mod scores;
 
 use candle_core::{DType, Device, Tensor};
 
-/// Every device that the test binary can use: the CPU, and a GPU if candle was built for one and one is available. With
-/// `MOS_HEAD_NEED_GPU=1` it is an error if there is none.
+/// Every device that the test binary can use: the CPU, and a GPU if candle was built for one and one is available. Where
+/// none is, a line says so, or with `MOS_HEAD_NEED_GPU=1` it is an error.
 pub fn devices() -> Vec<Device> {
-    let mut devices = vec![Device::Cpu];
-    if candle_core::utils::cuda_is_available() {
-        devices.extend(Device::new_cuda(0));
+    let gpu = gpu().inspect_err(|reason| needs::GPU.is_missing_for("the tests on a GPU", reason));
+    std::iter::once(Device::Cpu).chain(gpu).collect()
+}
+
+/// Opens the GPU that candle was built for; the error says why it cannot be used.
+pub fn gpu() -> Result<Device, String> {
+    let open: fn() -> candle_core::Result<Device> = if candle_core::utils::cuda_is_available() {
+        || Device::new_cuda(0)
+    } else if candle_core::utils::metal_is_available() {
+        || Device::new_metal(0)
+    } else {
+        return Err("candle was built without its features `cuda` and `metal`".into());
+    };
+    // candle panics on a Mac without a GPU, or with too old a system.
+    match std::panic::catch_unwind(open) {
+        Ok(device) => device.map_err(|error| error.to_string()),
+        Err(panic) => Err(match panic.downcast_ref::<String>() {
+            Some(message) => format!("candle panicked: {message}"),
+            None => format!("candle panicked: {:?}", panic.downcast_ref::<&str>()),
+        }),
     }
-    if candle_core::utils::metal_is_available() {
-        // candle panics on a Mac without a GPU, or with too old a system.
-        devices.extend(std::panic::catch_unwind(|| Device::new_metal(0)).into_iter().flatten());
-    }
-    let needs_gpu = std::env::var("MOS_HEAD_NEED_GPU").is_ok_and(|needs| needs == "1");
-    assert!(devices.len() > 1 || !needs_gpu, "MOS_HEAD_NEED_GPU is set, but no GPU can be used");
-    devices
 }
 
 /// The element types a device computes in.

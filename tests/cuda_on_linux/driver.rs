@@ -2,6 +2,8 @@
 
 use std::ffi::{c_int, c_long, CStr};
 
+use crate::needs::EMULATED_DRIVER;
+
 pub struct Driver {
     fail_call: extern "C" fn(c_long),
     failure_is_pending: extern "C" fn() -> c_int,
@@ -12,8 +14,16 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// The emulated driver; `None` on a GPU.
+    /// The emulated driver; `None` on a GPU, which a line says.
     pub fn emulated() -> Option<Self> {
+        let driver = Self::find();
+        if driver.is_none() {
+            EMULATED_DRIVER.is_missing("the driver is that of a GPU");
+        }
+        driver
+    }
+
+    fn find() -> Option<Self> {
         // SAFETY: the emulated driver defines these functions with these types.
         unsafe {
             Some(Driver {

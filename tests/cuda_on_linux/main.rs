@@ -1,5 +1,5 @@
 //! Tests of the emulated CUDA driver, and of the crate with the faults and errors that only an emulated driver shows.
-//! `scripts/check-cuda-on-linux.sh` runs them; those that need the emulated driver are skipped on a GPU.
+//! `scripts/check-cuda-on-linux.sh` runs them; on a GPU, those that need the emulated driver say that they are skipped.
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
 mod capture;
@@ -8,6 +8,8 @@ mod faults;
 mod injected;
 #[cfg(feature = "nccl")]
 mod nccl;
+#[path = "../common/needs.rs"]
+mod needs;
 mod products;
 mod streams;
 #[cfg(feature = "nccl")]

@@ -15,6 +15,7 @@ use super::device::{DeviceMatrix, DeviceProduct, Gpu, GpuKind};
 use super::kernels::HEADERS;
 use crate::backend::metal::arguments::{bindings, Binding};
 use crate::backend::metal::f32_products::{self, F32Products, ProductBuffers};
+use crate::backend::needs::CXX;
 use crate::backend::{cuda, metal};
 use crate::error::Result;
 
@@ -64,14 +65,15 @@ pub(super) struct EmulatedGpu {
 }
 
 impl EmulatedGpu {
-    /// An emulated GPU with the kernels in a language; `None` without a C++ compiler.
+    /// An emulated GPU with the kernels in a language; `None`, which a line or a failure says, without a C++ compiler.
     pub(super) fn new(language: Language) -> Option<Self> {
-        static LAUNCH: [OnceLock<Option<Mutex<Launch>>>; 2] = [const { OnceLock::new() }; 2];
-        let launch = LAUNCH[language as usize].get_or_init(|| compile(language, None).map(Mutex::new)).as_ref()?;
+        static LAUNCH: [OnceLock<std::result::Result<Mutex<Launch>, String>>; 2] = [const { OnceLock::new() }; 2];
+        let launch = LAUNCH[language as usize].get_or_init(|| compile(language, None).map(Mutex::new)).as_ref();
+        let launch = launch.inspect_err(|reason| CXX.is_missing(reason)).ok()?;
         Some(Self::with_kernels(language, launch))
     }
 
-    /// An emulated GPU for each language; none without a C++ compiler.
+    /// An emulated GPU for each language; none, as [`EmulatedGpu::new`] says, without a C++ compiler.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         LANGUAGES.into_iter().filter_map(Self::new)
     }
@@ -88,7 +90,7 @@ impl EmulatedGpu {
 
     /// An emulated GPU whose kernels have one text replaced by another.
     pub(super) fn mutant(language: Language, text: &str, replacement: &str) -> Option<Self> {
-        let launch = compile(language, Some((text, replacement)))?;
+        let launch = compile(language, Some((text, replacement))).inspect_err(|reason| CXX.is_missing(reason)).ok()?;
         Some(Self::with_kernels(language, Box::leak(Box::new(Mutex::new(launch)))))
     }
 }
@@ -147,8 +149,9 @@ impl Drop for Guarded {
     }
 }
 
-/// Compiles the kernels, with one text replaced by another if there is a `change`, and loads them.
-fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
+/// Compiles the kernels, with one text replaced by another if there is a `change`, and loads them. The error says why the
+/// C++ compiler cannot be started.
+fn compile(language: Language, change: Option<(&str, &str)>) -> std::result::Result<Launch, String> {
     static COUNT: Mutex<usize> = Mutex::new(0);
     let number = {
         let mut count = COUNT.lock().unwrap();
@@ -172,7 +175,8 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
         Language::Cuda => "cuda.cpp",
         Language::Metal => "metal.cpp",
     };
-    let status = Command::new(std::env::var("CXX").unwrap_or("c++".into()))
+    let compiler = std::env::var("CXX").unwrap_or("c++".into());
+    let status = Command::new(&compiler)
         .args(["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-attributes", "-shared", "-fPIC"])
         // The emulated driver has functions of the same names; a program that is linked to it would call these.
         .arg("-Wl,-Bsymbolic")
@@ -186,8 +190,8 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
     match status {
         Ok(status) => assert!(status.success(), "the kernels do not compile for the host"),
         Err(error) => {
-            eprintln!("skipped: no C++ compiler ({error})");
-            return None;
+            std::fs::remove_dir_all(&folder).unwrap();
+            return Err(format!("{compiler}: {error}"));
         }
     }
     let path = CString::new(library.to_str().unwrap()).unwrap();
@@ -202,7 +206,7 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> Option<Launch> {
         std::mem::transmute::<*mut c_void, Launch>(launch)
     };
     std::fs::remove_dir_all(&folder).unwrap();
-    Some(launch)
+    Ok(launch)
 }
 
 impl Gpu for EmulatedGpu {
@@ -361,4 +365,5 @@ mod log_prob_terms;
 mod mutants;
 mod parameters;
 mod scores;
+mod skips;
 mod tests;

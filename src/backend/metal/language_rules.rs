@@ -7,12 +7,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use super::kind::source;
+use crate::backend::needs::CLANG;
 
-/// Returns the errors in a source, or `None` without clang.
+/// Returns the errors in a source, or `None`, which a line or a failure says, without clang.
 fn errors(text: &str) -> Option<String> {
     let check = |more: &[&str]| {
         let headers = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu_host/language_rules");
-        let mut clang = Command::new(std::env::var("CLANG").unwrap_or("clang".into()));
+        let program = std::env::var("CLANG").unwrap_or("clang".into());
+        let mut clang = Command::new(&program);
         clang.args(
             "-x clcpp -cl-std=CLC++2021 -cl-no-stdinc -target spirv64 -fsyntax-only -Wall -Wextra -Werror".split(' '),
         );
@@ -22,7 +24,7 @@ fn errors(text: &str) -> Option<String> {
         let mut child = match clang.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
             Ok(child) => child,
             Err(error) => {
-                eprintln!("skipped: no clang ({error})");
+                CLANG.is_missing(format!("{program}: {error}"));
                 return None;
             }
         };

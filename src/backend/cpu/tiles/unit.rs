@@ -126,6 +126,7 @@ mod tests {
 
     use super::super::rounding::{self, Pair};
     use super::*;
+    use crate::backend::needs::AMX;
 
     /// The squares of a product.
     #[derive(Clone, Copy, Debug)]
@@ -190,8 +191,7 @@ mod tests {
     fn amx_and_its_emulation_agree_bit_for_bit() {
         let units = TileUnit::available(Isa::available()[0]);
         let Some(unit) = units.into_iter().find(|unit| unit.kernels() == Kernels::Amx) else {
-            println!("this machine has no AMX");
-            return;
+            return AMX.is_missing("the processor or the system lacks it");
         };
         for [rows, columns, steps] in [[1, 1, 1], [2, 1, 3], [1, 3, 2], [3, 2, 9]] {
             let shape = Shape { rows, columns, steps };

@@ -2,7 +2,9 @@
 
 use super::*;
 use crate::backend::gpu::decoding::ranked;
-use crate::backend::objective::{GradScale, LossTerms, Objective, TargetKind, TargetLoss, Task};
+use crate::backend::objective::{
+    GradScale, Gradients, LossResults, LossTerms, Objective, TargetKind, TargetLoss, Task,
+};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Planned;
 use crate::backend::{self, gpu};
@@ -135,18 +137,10 @@ impl Case {
 
     /// The largest error of the results of a loss, each relative to the result's largest value, and that result's name.
     pub(super) fn loss_error(&self, gpu: &EmulatedGpu, objective: impl Fn(DType) -> Objective) -> (f64, &'static str) {
-        let truth_operands = self.operands(DType::F64);
         let true_objective = objective(DType::F64);
-        let task = true_objective.task(&truth_operands, self.needs_grad()).unwrap();
-        let truth = backend::loss(&backend::plan(&truth_operands, task, None).unwrap(), &true_objective).unwrap();
+        let truth = true_loss(&self.operands(DType::F64), &true_objective, self.needs_grad());
         let got = gpu::loss(gpu, &self.plan(gpu), &objective(DType::F32)).unwrap();
-        let mut pairs = vec![
-            ("contexts", got.gradients.contexts, truth.gradients.contexts),
-            ("log_priors", got.gradients.log_priors, truth.gradients.log_priors),
-            ("weight", got.gradients.weight, truth.gradients.weight),
-            ("adapter", got.gradients.adapter, truth.gradients.adapter),
-            ("bias", got.gradients.bias, truth.gradients.bias),
-        ];
+        let mut pairs = gradient_pairs(got.gradients, truth.gradients);
         if matches!(true_objective, Objective::Targets(_)) {
             pairs.extend([
                 ("objective", Some(got.objective), Some(truth.objective)),
@@ -156,11 +150,7 @@ impl Case {
                 ("is_correct", got.is_correct, truth.is_correct),
             ]);
         }
-        let errors = pairs.into_iter().map(|(name, got, truth)| {
-            assert_eq!(got.is_some(), truth.is_some(), "{name}");
-            (got.zip(truth).map_or(0.0, |(got, truth)| error(&got, &truth)), name)
-        });
-        errors.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
+        largest_error(pairs)
     }
 
     /// The log-probabilities of all ids on the CPU in f64.
@@ -199,6 +189,41 @@ pub(super) fn plain_objective(targets: Vec<i64>, terms: LossTerms, scale: GradSc
         own_shifts: None,
         so_far: None,
     })
+}
+
+/// The operands with another bias.
+pub(super) fn with_bias(operands: Operands, bias: &[f32]) -> Operands {
+    let bias = Tensor::new(bias, &Device::Cpu).unwrap();
+    Operands { bias: Some(bias.to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
+}
+
+/// The loss on the CPU.
+pub(super) fn true_loss(operands: &Operands, objective: &Objective, needs_grad: NeedsGrad) -> LossResults {
+    let planned = backend::plan(operands, objective.task(operands, needs_grad).unwrap(), None).unwrap();
+    backend::loss(&planned, objective).unwrap()
+}
+
+/// The name of a result, what is found, and the truth.
+pub(super) type ResultPair = (&'static str, Option<Tensor>, Option<Tensor>);
+
+/// The gradients of all operands, and the true ones.
+pub(super) fn gradient_pairs(got: Gradients, truth: Gradients) -> Vec<ResultPair> {
+    vec![
+        ("contexts", got.contexts, truth.contexts),
+        ("log_priors", got.log_priors, truth.log_priors),
+        ("weight", got.weight, truth.weight),
+        ("adapter", got.adapter, truth.adapter),
+        ("bias", got.bias, truth.bias),
+    ]
+}
+
+/// The largest [`error`] of these results, and that result's name. A result that is absent must be absent in truth.
+pub(super) fn largest_error(pairs: Vec<ResultPair>) -> (f64, &'static str) {
+    let errors = pairs.into_iter().map(|(name, got, truth)| {
+        assert_eq!(got.is_some(), truth.is_some(), "{name}");
+        (got.zip(truth).map_or(0.0, |(got, truth)| error(&got, &truth)), name)
+    });
+    errors.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
 }
 
 /// The largest difference, relative to the largest finite magnitude (at least 0.5). It is infinite if values that are

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::case::{case, error, random, Case};
+use super::case::{case, error, gradient_pairs, largest_error, random, true_loss, Case};
 use super::*;
 
 use crate::backend::objective::{LossResults, Objective, Scored, POSITION_SCORES};
@@ -104,10 +104,8 @@ impl ScoreCase {
     /// The scores and the loss on the CPU in f64.
     fn truth(&self) -> (Tensor, LossResults) {
         let (operands, objective) = (self.operands(DType::F64), self.objective(DType::F64, 1.0));
-        let task = objective.task(&operands, self.mixture.needs_grad()).unwrap();
-        let planned = backend::plan(&operands, task, None).unwrap();
-        let loss = backend::loss(&planned, &objective).unwrap();
-        (joined(backend::scores(&planned, &self.scored()).unwrap()), loss)
+        let loss = true_loss(&operands, &objective, self.mixture.needs_grad());
+        (true_scores(&operands, &self.scored()), loss)
     }
 
     /// The plan for the scores and the gradients that are needed.
@@ -126,26 +124,19 @@ impl ScoreCase {
     /// The largest error, as of [`Case::loss_error`], of the results for upstream gradients times a factor.
     pub(super) fn error(&self, gpu: &EmulatedGpu, factor: f64) -> (f64, &'static str) {
         let ((scores, loss), (true_scores, truth)) = (self.found(gpu, factor), self.truth());
-        let pairs = [
-            ("contexts", loss.gradients.contexts, truth.gradients.contexts),
-            ("log_priors", loss.gradients.log_priors, truth.gradients.log_priors),
-            ("weight", loss.gradients.weight, truth.gradients.weight),
-            ("adapter", loss.gradients.adapter, truth.gradients.adapter),
-            ("bias", loss.gradients.bias, truth.gradients.bias),
+        let scaled = |found: Tensor| (found.to_dtype(DType::F64).unwrap() / factor).unwrap();
+        let mut pairs = gradient_pairs(loss.gradients, truth.gradients);
+        pairs.extend([
             ("objective", Some(loss.objective), Some(truth.objective)),
             ("sum", Some(loss.sum), Some(truth.sum)),
-        ];
-        let errors = pairs.into_iter().map(|(name, found, truth)| {
-            assert_eq!(found.is_some(), truth.is_some(), "{name}");
-            let scaled = |found: Tensor| (found.to_dtype(DType::F64).unwrap() / factor).unwrap();
-            (found.zip(truth).map_or(0.0, |(found, truth)| error(&scaled(found), &truth)), name)
-        });
-        let others = [
-            (error(&scores, &true_scores), "scores"),
-            (error(&loss.nll, &truth.nll), "nll"),
-            (error(&loss.count, &truth.count), "count"),
-        ];
-        errors.chain(others).max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
+        ]);
+        pairs.iter_mut().for_each(|(_, found, _)| *found = found.take().map(scaled));
+        pairs.extend([
+            ("scores", Some(scores), Some(true_scores)),
+            ("nll", Some(loss.nll), Some(truth.nll)),
+            ("count", Some(loss.count), Some(truth.count)),
+        ]);
+        largest_error(pairs)
     }
 
     /// Asserts that the error is within the tolerance.
@@ -161,6 +152,12 @@ impl ScoreCase {
             gpu.language,
         );
     }
+}
+
+/// The scores on the CPU, as [`joined`].
+fn true_scores(operands: &Operands, scored: &Scored) -> Tensor {
+    let task = scored.task(operands, NeedsGrad::default()).unwrap();
+    joined(backend::scores(&backend::plan(operands, task, None).unwrap(), scored).unwrap())
 }
 
 /// Joins the scores and, behind them, whether each candidate is the most probable id.
@@ -327,9 +324,7 @@ fn impossible_candidates_have_a_score_of_minus_infinity() {
             let token_ids = Tensor::new(&[[1u32], [2], [4]], &Device::Cpu).unwrap();
             let scored = Scored { token_ids, ..case.scored() };
             let found = joined(gpu::scores(&gpu, &case.plan(&gpu, NeedsGrad::default()), &scored).unwrap());
-            let truth = case.operands(DType::F64);
-            let planned = backend::plan(&truth, scored.task(&truth, NeedsGrad::default()).unwrap(), None).unwrap();
-            let truth = joined(backend::scores(&planned, &scored).unwrap());
+            let truth = true_scores(&case.operands(DType::F64), &scored);
             assert_eq!(truth.to_vec2::<f64>().unwrap()[0][0], f64::NEG_INFINITY);
             assert!(error(&found, &truth) <= 2e-5, "{found:?} {truth:?}");
         }

@@ -2,14 +2,16 @@
 
 use proptest::prelude::*;
 
-use super::case::{case, error, options, plain_objective, random, top_k_and_truth, Case, ALL};
+use super::case::{
+    case, error, largest_error, options, plain_objective, random, top_k_and_truth, true_loss, with_bias, Case, ALL,
+};
 use super::*;
 
+use crate::backend::gpu;
 use crate::backend::gpu::decoding::ranked;
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::ranking::TopKQuery;
-use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
 #[test]
@@ -160,24 +162,19 @@ fn large_logits_keep_their_precision() {
 pub(super) fn error_of_a_late_logit(gpu: &EmulatedGpu, (first, largest): (f32, f32), late: usize) -> f64 {
     let vocab = late + 30;
     let case = Case { dtype: DType::BF16, options: LossOptions::new(), chunk: 2, ..case(3, 2, 4, vocab) };
-    let change = |operands: Operands| {
-        let mut bias = vec![first; late];
-        bias.extend((late..vocab).map(|v| if v == late { largest } else { largest - 60.0 }));
-        let bias = Tensor::new(bias, &Device::Cpu).unwrap();
-        Operands { bias: Some(bias.to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
-    };
-    let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::BF16)));
-    let targets = || vec![late as i64, late as i64 + 1, late as i64 + 7];
-    let objective = plain_objective(targets(), LossTerms::default(), GradScale::Constant(1.0));
-    let planned = backend::plan(&truth, objective.task(&truth, ALL).unwrap(), None).unwrap();
-    let truth = backend::loss(&planned, &objective).unwrap();
-    let got = gpu::loss(gpu, &case.plan_for(gpu, &got), &objective).unwrap();
-    let pairs = [
-        (got.nll, truth.nll),
-        (got.gradients.contexts.unwrap(), truth.gradients.contexts.unwrap()),
-        (got.gradients.weight.unwrap(), truth.gradients.weight.unwrap()),
+    let mut bias = vec![first; late];
+    bias.extend((late..vocab).map(|v| if v == late { largest } else { largest - 60.0 }));
+    let operands = |dtype| with_bias(case.operands(dtype), &bias);
+    let targets = vec![late as i64, late as i64 + 1, late as i64 + 7];
+    let objective = plain_objective(targets, LossTerms::default(), GradScale::Constant(1.0));
+    let truth = true_loss(&operands(DType::F64), &objective, ALL);
+    let got = gpu::loss(gpu, &case.plan_for(gpu, &operands(DType::BF16)), &objective).unwrap();
+    let pairs = vec![
+        ("nll", Some(got.nll), Some(truth.nll)),
+        ("contexts", got.gradients.contexts, truth.gradients.contexts),
+        ("weight", got.gradients.weight, truth.gradients.weight),
     ];
-    pairs.iter().map(|(got, truth)| error(got, truth)).fold(0.0, f64::max)
+    largest_error(pairs).0
 }
 
 #[test]
@@ -185,18 +182,11 @@ fn confident_predictions_keep_their_precision() {
     for gpu in EmulatedGpu::all() {
         for target in [-50.0, 50.0, 90.0] {
             let case = Case { dtype: DType::BF16, scale: 0.01, ..case(4, 1, 4, 30) };
-            let change = |operands: Operands| {
-                let bias = Tensor::new(
-                    (0..30).map(|v| if v == 7 { target } else { target - 8.0 }).collect::<Vec<f32>>(),
-                    &Device::Cpu,
-                );
-                Operands { bias: Some(bias.unwrap().to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
-            };
+            let bias: Vec<f32> = (0..30).map(|v| if v == 7 { target } else { target - 8.0 }).collect();
+            let operands = |dtype| with_bias(case.operands(dtype), &bias);
             let objective = plain_objective(vec![7; 4], LossTerms::default(), GradScale::Constant(1.0));
-            let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::BF16)));
-            let planned = backend::plan(&truth, objective.task(&truth, ALL).unwrap(), None).unwrap();
-            let truth = backend::loss(&planned, &objective).unwrap();
-            let got = gpu::loss(&gpu, &case.plan_for(&gpu, &got), &objective).unwrap();
+            let truth = true_loss(&operands(DType::F64), &objective, ALL);
+            let got = gpu::loss(&gpu, &case.plan_for(&gpu, &operands(DType::BF16)), &objective).unwrap();
             // About 0.01, from logits with errors of 4e-6.
             let difference = error(&got.nll, &truth.nll);
             assert!(difference <= 1e-3, "{target}: {difference}");
@@ -345,17 +335,18 @@ fn the_plan_of_a_ranking_has_room_for_the_log_probabilities_of_a_chunk() {
 fn ties_are_ranked_by_id_and_a_nan_comes_first() {
     for gpu in EmulatedGpu::all() {
         let case = case(2, 1, 3, 700);
-        let mut operands = case.operands(DType::F32);
-        operands.weight = operands.weight.zeros_like().unwrap();
-        let mut bias = vec![0f32; 700];
+        let operands = case.operands(DType::F32);
+        let operands = Operands { weight: operands.weight.zeros_like().unwrap(), ..operands };
+        let mut bias = [0f32; 700];
         bias[650] = 1.0;
         bias[3] = f32::NEG_INFINITY;
-        operands.bias = Some(Tensor::new(bias.clone(), &Device::Cpu).unwrap());
-        let ranked = |operands: &Operands, k| ranked(&gpu, &case.plan_for(&gpu, operands), k).unwrap();
-        assert_eq!(ranked(&operands, 5).0.to_vec2::<u32>().unwrap(), [[650, 0, 1, 2, 4]; 2]);
+        let ranked = |bias: &[f32], k| {
+            let planned = case.plan_for(&gpu, &with_bias(operands.clone(), bias));
+            ranked(&gpu, &planned, k).unwrap()
+        };
+        assert_eq!(ranked(&bias, 5).0.to_vec2::<u32>().unwrap(), [[650, 0, 1, 2, 4]; 2]);
         bias[600] = f32::NAN;
-        operands.bias = Some(Tensor::new(bias, &Device::Cpu).unwrap());
-        let log_probs = ranked(&operands, 1).1.to_vec2::<f32>().unwrap();
+        let log_probs = ranked(&bias, 1).1.to_vec2::<f32>().unwrap();
         assert!(log_probs.iter().all(|row| row[0].is_nan()));
     }
 }
@@ -378,17 +369,12 @@ fn infinities_and_nan_are_where_they_are_on_the_cpu() {
         for (row, value) in [(0, f32::NAN), (3, f32::INFINITY), (5, f32::NEG_INFINITY)] {
             for (components, dtype) in [(1, DType::F32), (2, DType::F32), (1, DType::BF16), (2, DType::BF16)] {
                 let case = Case { dtype, chunk: 6, ..case(6, components, 4, 12) };
-                let change = |operands: Operands| {
-                    let mut bias = vec![0f32; 12];
-                    bias[row] = value;
-                    let bias = Tensor::new(bias, &Device::Cpu).unwrap();
-                    Operands { bias: Some(bias.to_dtype(operands.bias.unwrap().dtype()).unwrap()), ..operands }
-                };
-                let (truth, got) = (change(case.operands(DType::F64)), change(case.operands(DType::F32)));
-                let objective = case.objective(DType::F64);
-                let planned = backend::plan(&truth, objective.task(&truth, ALL).unwrap(), None).unwrap();
-                let truth = backend::loss(&planned, &objective).unwrap();
-                let got = gpu::loss(&gpu, &case.plan_for(&gpu, &got), &case.objective(DType::F32)).unwrap();
+                let mut bias = [0f32; 12];
+                bias[row] = value;
+                let operands = |dtype| with_bias(case.operands(dtype), &bias);
+                let truth = true_loss(&operands(DType::F64), &case.objective(DType::F64), ALL);
+                let planned = case.plan_for(&gpu, &operands(DType::F32));
+                let got = gpu::loss(&gpu, &planned, &case.objective(DType::F32)).unwrap();
                 assert!(error(&got.nll, &truth.nll) <= 1e-5, "{value} {:?} {:?}", got.nll, truth.nll);
                 let (got, truth) = (got.gradients.contexts.unwrap(), truth.gradients.contexts.unwrap());
                 assert!(error(&got, &truth) <= 5.0 * case.tolerance(), "{value} K = {components} {dtype:?}");

@@ -2,9 +2,10 @@
 
 mod common;
 
-use candle_core::{DType, Device, Tensor};
+use approx::assert_abs_diff_eq;
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use common::check::numbers;
+use common::values::{gradients, numbers, tensor};
 use common::{dtypes, on_each_device};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::two_level::{AdaptiveConfig, HierarchicalConfig};
@@ -22,8 +23,7 @@ const IGNORED: i64 = 3;
 /// Hidden states of a first layer that is trained too, and targets, for each batch and for all.
 fn batches(device: &Device, dtype: DType) -> Result<Vec<(Tensor, Tensor)>> {
     let count = BATCHES.iter().sum::<usize>();
-    let inputs: Vec<f64> = (0..count * HIDDEN).map(|i| (i as f64 * 0.7).sin()).collect();
-    let inputs = Tensor::from_vec(inputs, (count, HIDDEN), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+    let inputs = tensor(&[count, HIDDEN], 1, dtype)?.to_device(device)?;
     let targets: Vec<i64> = (0..count as i64).map(|t| if t == 5 || t == 6 { IGNORED } else { t * 11 % 70 }).collect();
     let targets = Tensor::from_vec(targets, count, device)?;
     let mut first = 0;
@@ -80,21 +80,12 @@ fn batches_equal_one(
     let got = sum.take();
     let tolerance = if dtype == DType::BF16 || dtype == DType::F16 { 2e-2 } else { 1e-5 };
     let whole = numbers(&whole.value)[0];
-    assert!((value - whole).abs() <= tolerance * whole.abs(), "{value} {whole}");
+    assert_abs_diff_eq!(value, whole, epsilon = tolerance * whole.abs());
     // Gradients of priors are small differences of terms as large as the decoder's gradient, and so is their rounding.
     let data = vars.data().lock().expect("a lock");
-    let all = data.values().filter_map(|variable| expected.get(variable));
-    let largest = all.flat_map(numbers).fold(0f64, |largest, x| largest.max(x.abs()));
-    for (name, variable) in data.iter() {
-        let (got, expected) = (got.get(variable), expected.get(variable));
-        assert_eq!(got.is_some(), expected.is_some(), "{name}");
-        let Some((got, expected)) = got.zip(expected) else { continue };
-        assert_eq!((got.dtype(), got.dims()), (expected.dtype(), expected.dims()), "{name}");
-        let (got, expected) = (numbers(got), numbers(expected));
-        for (got, expected) in got.iter().zip(&expected) {
-            assert!((got - expected).abs() <= tolerance * largest, "{name} {dtype:?}: {got} {expected}");
-        }
-    }
+    let [got, expected] = [&got, &expected].map(|store| gradients(store, data.values().map(Var::as_tensor)));
+    let largest = expected.iter().flatten().fold(0f64, |largest, x| largest.max(x.abs()));
+    assert_abs_diff_eq!(got[..], expected[..], epsilon = tolerance * largest);
     assert!(sum.take().get_ids().next().is_none(), "the sum is empty once it is taken");
     Ok(())
 }
@@ -185,6 +176,6 @@ fn denominators_out_of_range_are_errors() -> Result<()> {
     let sampled = LossOptions::new().with_sampled_softmax(negatives);
     let mean = numbers(&head.loss(&hidden, &targets, &sampled)?.value)[0];
     let quarter = numbers(&head.loss(&hidden, &targets, &sampled.with_denominator(8.0))?.value)[0];
-    assert!((mean - 4.0 * quarter).abs() < 1e-5, "{mean} {quarter}");
+    assert_abs_diff_eq!(mean, 4.0 * quarter, epsilon = 1e-5);
     Ok(())
 }

@@ -4,8 +4,11 @@ mod common;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
-use common::check::numbers;
+use common::case::Head::{MixtureOfSoftmaxes as SOFTMAXES, Softmax as SOFTMAX};
+use common::case::{self, Case, Sizes, Tensors, HEADS};
+use common::check::{gradients, parts};
 use common::compare::{assert_close, Tolerance};
+use common::values::{numbers, uniform};
 use common::{dtypes, exact, on, on_each_device};
 use mos_head::decode::{Sampler, Sampling};
 use mos_head::parts::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, Identity, LowRankAdapter, LowRankConfig};
@@ -20,64 +23,43 @@ const HIDDEN: usize = 7;
 const RANK: usize = 3;
 const SCALE: f64 = 0.75;
 
-/// The parameters of each head and of an adapter.
+/// The parameters of a head and of an adapter, and hidden states.
 struct Parameters {
-    weight: Var,
-    bias: Var,
-    prior: Var,
-    latent: Var,
-    latent_bias: Var,
-    a: Var,
-    b: Var,
-    hidden: Var,
+    case: Case,
+    tensors: Tensors,
 }
-
-#[derive(Clone, Copy, Debug)]
-enum Kind {
-    Softmax,
-    Contexts,
-    Softmaxes,
-}
-
-const KINDS: [Kind; 3] = [Kind::Softmax, Kind::Contexts, Kind::Softmaxes];
 
 impl Parameters {
-    fn random(positions: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let var = |shape: &[usize]| -> Result<Var> {
-            let values = Tensor::randn(0f32, 0.7, shape, &Device::Cpu)?.to_dtype(dtype)?;
-            Ok(Var::from_tensor(&on(device, &values)?)?)
-        };
-        Ok(Parameters {
-            weight: var(&[VOCAB, HIDDEN])?,
-            bias: var(&[VOCAB])?,
-            prior: var(&[2, HIDDEN])?,
-            latent: var(&[2 * HIDDEN, HIDDEN])?,
-            latent_bias: var(&[2 * HIDDEN])?,
-            a: var(&[RANK, HIDDEN])?,
-            b: var(&[VOCAB, RANK])?,
-            hidden: var(&[positions, HIDDEN])?,
-        })
+    fn random(head: case::Head, positions: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let case = Case::random(head, Sizes::new(HIDDEN, HIDDEN, 2, VOCAB), &[positions], 1);
+        let case = if head == case::Head::Softmax { case } else { case.without("prior.bias") };
+        let mut tensors = case.variables(dtype, device)?;
+        for (seed, (name, shape)) in [("a", [RANK, HIDDEN]), ("b", [VOCAB, RANK])].into_iter().enumerate() {
+            let factor = on(device, &uniform(&shape, 1.2, seed as u64)?.to_dtype(dtype)?)?;
+            tensors.insert(name, Var::from_tensor(&factor)?.into_inner());
+        }
+        Ok(Parameters { case, tensors })
+    }
+
+    fn hidden(&self) -> &Tensor {
+        &self.tensors["hidden"]
+    }
+
+    fn weight(&self) -> &Tensor {
+        &self.tensors["decoder.weight"]
     }
 
     fn adapter(&self) -> Result<LowRankAdapter> {
-        LowRankAdapter::from_tensors(self.a.as_tensor().clone(), self.b.as_tensor().clone(), SCALE)
+        LowRankAdapter::from_tensors(self.tensors["a"].clone(), self.tensors["b"].clone(), SCALE)
     }
 
     /// `W + s B A`, as a function of all three.
     fn sum(&self) -> Result<Tensor> {
-        Ok((self.weight.as_tensor() + (self.b.matmul(&self.a)? * SCALE)?)?)
+        Ok((self.weight() + (self.tensors["b"].matmul(&self.tensors["a"])? * SCALE)?)?)
     }
 
     /// The head with this weight, and with the adapter if there is one.
-    fn head(&self, kind: Kind, weight: Tensor, adapter: Option<LowRankAdapter>) -> Result<Box<dyn MixtureLayer>> {
-        let tensors = |weight| MixtureTensors {
-            prior_weight: self.prior.as_tensor().clone(),
-            prior_bias: None,
-            latent_weight: self.latent.as_tensor().clone(),
-            latent_bias: self.latent_bias.as_tensor().clone(),
-            decoder_weight: weight,
-            decoder_bias: Some(self.bias.as_tensor().clone()),
-        };
+    fn head(&self, weight: Tensor, adapter: Option<LowRankAdapter>) -> Result<Box<dyn MixtureLayer>> {
         fn adapted<P: mos_head::parts::Projection + 'static>(
             head: Head<P>,
             adapter: Option<LowRankAdapter>,
@@ -88,64 +70,44 @@ impl Parameters {
                 None => head,
             }))
         }
-        match kind {
-            Kind::Softmax => adapted(SoftmaxHead::from_tensors(weight, Some(self.bias.as_tensor().clone()))?, adapter),
-            Kind::Contexts => {
-                adapted(MixtureOfContexts::from_tensors(tensors(weight), ContextActivation::Tanh)?, adapter)
-            }
-            Kind::Softmaxes => {
-                adapted(MixtureOfSoftmaxes::from_tensors(tensors(weight), ContextActivation::Tanh)?, adapter)
-            }
+        let (bias, activation) = (self.tensors["decoder.bias"].clone(), ContextActivation::Tanh);
+        let parts = || MixtureTensors { decoder_weight: weight.clone(), ..parts(&self.tensors) };
+        match self.case.head {
+            case::Head::Softmax => adapted(SoftmaxHead::from_tensors(weight, Some(bias))?, adapter),
+            case::Head::MixtureOfContexts => adapted(MixtureOfContexts::from_tensors(parts(), activation)?, adapter),
+            _ => adapted(MixtureOfSoftmaxes::from_tensors(parts(), activation)?, adapter),
         }
     }
 
     /// The head with the adapter, and the head with the sum.
-    fn heads(&self, kind: Kind) -> Result<[Box<dyn MixtureLayer>; 2]> {
-        let adapted = self.head(kind, self.weight.as_tensor().clone(), Some(self.adapter()?))?;
-        Ok([adapted, self.head(kind, self.sum()?, None)?])
-    }
-
-    fn named(&self) -> [(&'static str, &Var); 8] {
-        let Parameters { weight, bias, prior, latent, latent_bias, a, b, hidden } = self;
-        [
-            ("weight", weight),
-            ("bias", bias),
-            ("prior", prior),
-            ("latent", latent),
-            ("latent_bias", latent_bias),
-            ("a", a),
-            ("b", b),
-            ("hidden", hidden),
-        ]
+    fn heads(&self) -> Result<[Box<dyn MixtureLayer>; 2]> {
+        let adapted = self.head(self.weight().clone(), Some(self.adapter()?))?;
+        Ok([adapted, self.head(self.sum()?, None)?])
     }
 
     /// Checks that both heads have the same loss and the same gradients.
-    fn check(&self, kind: Kind, options: &LossOptions, tolerance: f64) -> Result<()> {
-        let dtype = self.weight.dtype();
-        let [of_adapter, of_sum] = self.heads(kind)?;
-        let targets: Vec<u32> =
-            (0..self.hidden.dim(0)?).map(|t| [(t * 11 % VOCAB) as u32, 5][usize::from(t % 4 == 3)]).collect();
-        let targets = on(self.hidden.device(), &Tensor::from_vec(targets, self.hidden.dim(0)?, &Device::Cpu)?)?;
-        let [found, expected] = [of_adapter, of_sum].map(|head| head.loss(&self.hidden, &targets, options));
+    fn check(&self, options: &LossOptions, tolerance: f64) -> Result<()> {
+        let dtype = self.weight().dtype();
+        let positions = self.hidden().dim(0)?;
+        let targets: Vec<u32> = (0..positions).map(|t| [(t * 11 % VOCAB) as u32, 5][usize::from(t % 4 == 3)]).collect();
+        let targets = on(self.hidden().device(), &Tensor::from_vec(targets, positions, &Device::Cpu)?)?;
+        let [found, expected] = self.heads()?.map(|head| head.loss(self.hidden(), &targets, options));
         let (found, expected) = (found?, expected?);
         let value = Tolerance::value(dtype).condition(tolerance);
         assert_close("value", &numbers(&found.value), &numbers(&expected.value), None, value);
         assert_close("nll", &numbers(&found.nll), &numbers(&expected.nll), None, value);
-        let expected = expected.value.sum_all()?.backward()?;
+        let expected = gradients(&expected.value.sum_all()?.backward()?, &self.tensors);
         // The loss as the root of the backward pass, and as a part of another value.
         let mut stores = Vec::new();
         if found.value.rank() == 0 {
             stores.push(found.backward()?);
         }
         stores.push(found.value.sum_all()?.backward()?);
-        for found in &stores {
-            for (name, variable) in self.named() {
-                let [found, expected] = [found, &expected].map(|store| store.get(variable).map(numbers));
-                assert_eq!(found.is_some(), expected.is_some(), "{name} of {kind:?}");
-                if let (Some(found), Some(expected)) = (found, expected) {
-                    let slope = Tolerance::gradient(dtype).condition(tolerance);
-                    assert_close(name, &found, &expected, None, slope);
-                }
+        for store in &stores {
+            let found = gradients(store, &self.tensors);
+            assert!(found.keys().eq(expected.keys()), "{:?}: {:?} {:?}", self.case.head, found.keys(), expected.keys());
+            for (name, found) in &found {
+                assert_close(name, found, &expected[name], None, Tolerance::gradient(dtype).condition(tolerance));
             }
         }
         Ok(())
@@ -163,10 +125,10 @@ on_each_device! {
             plain().with_workspace_bytes(1 << 20),
         ];
         for positions in [1, 5, 70] {
-            let parameters = Parameters::random(positions, exact(device), device)?;
-            for kind in KINDS {
+            for head in HEADS {
+                let parameters = Parameters::random(head, positions, exact(device), device)?;
                 for options in &all {
-                    parameters.check(kind, options, 10.0)?;
+                    parameters.check(options, 10.0)?;
                 }
             }
         }
@@ -174,42 +136,40 @@ on_each_device! {
     }
 
     fn an_empty_batch_has_gradients_of_zero(device: &Device) -> Result<()> {
-        let parameters = Parameters::random(0, exact(device), device)?;
-        parameters.check(Kind::Softmaxes, &LossOptions::new().with_reduction(Reduction::Sum), 1.0)
+        let parameters = Parameters::random(SOFTMAXES, 0, exact(device), device)?;
+        parameters.check(&LossOptions::new().with_reduction(Reduction::Sum), 1.0)
     }
 
     fn every_dtype_is_served(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
-            let parameters = Parameters::random(6, dtype, device)?;
             // The sum is rounded to the dtype, and the contexts of the adapter are.
-            for kind in KINDS {
-                parameters.check(kind, &LossOptions::new(), 40.0)?;
+            for head in HEADS {
+                Parameters::random(head, 6, dtype, device)?.check(&LossOptions::new(), 40.0)?;
             }
         }
         Ok(())
     }
 
     fn a_sampled_loss_computes_the_rows_of_the_sample(device: &Device) -> Result<()> {
-        let parameters = Parameters::random(9, exact(device), device)?;
         let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(12, 3)?;
         let options = LossOptions::new().with_sampled_softmax(negatives.clone());
-        for kind in KINDS {
-            parameters.check(kind, &options, 10.0)?;
+        for head in HEADS {
+            Parameters::random(head, 9, exact(device), device)?.check(&options, 10.0)?;
         }
-        parameters.check(Kind::Softmax, &LossOptions::new().with_nce(negatives.clone()), 10.0)?;
-        let [adapted, _] = parameters.heads(Kind::Softmax)?;
+        let parameters = Parameters::random(SOFTMAX, 9, exact(device), device)?;
+        parameters.check(&LossOptions::new().with_nce(negatives.clone()), 10.0)?;
+        let [adapted, _] = parameters.heads()?;
         let targets = Tensor::zeros(9, DType::U32, device)?;
-        let error = adapted.loss(&parameters.hidden, &targets, &options.with_decoder_rows(true)).expect_err("rows");
+        let error = adapted.loss(parameters.hidden(), &targets, &options.with_decoder_rows(true)).expect_err("rows");
         assert!(matches!(error, Error::Unsupported { option: OptionName::DecoderRows, .. }), "{error}");
         Ok(())
     }
 
     fn decoding_sees_the_sum(device: &Device) -> Result<()> {
         for positions in [1, 3, 80] {
-            let parameters = Parameters::random(positions, exact(device), device)?;
-            let hidden = parameters.hidden.as_tensor();
-            for kind in KINDS {
-                let [adapted, whole] = parameters.heads(kind)?;
+            for kind in HEADS {
+                let parameters = Parameters::random(kind, positions, exact(device), device)?;
+                let (hidden, [adapted, whole]) = (parameters.hidden(), parameters.heads()?);
                 let tolerance = Tolerance::value(exact(device)).condition(10.0);
                 let [found, expected] = [&adapted, &whole].map(|head| head.log_probs(hidden));
                 assert_close("log_probs", &numbers(&found?), &numbers(&expected?), None, tolerance);
@@ -228,13 +188,8 @@ on_each_device! {
                 };
                 let [found, expected] = [pruned(&*adapted)?, pruned(&*whole)?];
                 assert_close("pruned", &numbers(&found), &numbers(&expected), None, tolerance);
-                assert_close(
-                    "frozen",
-                    &numbers(&adapted.frozen()?.log_probs(hidden)?),
-                    &numbers(&whole.log_probs(hidden)?),
-                    None,
-                    tolerance,
-                );
+                let found = numbers(&adapted.frozen()?.log_probs(hidden)?);
+                assert_close("frozen", &found, &numbers(&whole.log_probs(hidden)?), None, tolerance);
             }
         }
         Ok(())
@@ -242,8 +197,8 @@ on_each_device! {
 
     fn a_merged_head_has_no_adapter(device: &Device) -> Result<()> {
         for &dtype in dtypes(device) {
-            let parameters = Parameters::random(4, dtype, device)?;
-            let weight = parameters.weight.as_tensor().clone();
+            let parameters = Parameters::random(SOFTMAX, 4, dtype, device)?;
+            let weight = parameters.weight().clone();
             let head = SoftmaxHead::from_tensors(weight.clone(), None)?.with_adapter(parameters.adapter()?)?;
             let merged = head.merged()?;
             assert!(merged.decoder().adapter().is_none() && !merged.weight()?.track_op());
@@ -258,37 +213,37 @@ on_each_device! {
     }
 
     fn what_is_frozen_has_no_gradient(device: &Device) -> Result<()> {
-        let parameters = Parameters::random(5, exact(device), device)?;
+        let tensors = Parameters::random(SOFTMAX, 5, exact(device), device)?.tensors;
         let targets = Tensor::zeros(5, DType::U32, device)?;
-        let weight = parameters.weight.as_detached_tensor();
+        let names = ["a", "b", "decoder.weight", "hidden"];
         for (a, b) in [(true, true), (true, false), (false, true)] {
-            let trained = |var: &Var, is_trained| if is_trained { var.as_tensor().clone() } else { var.as_detached_tensor() };
-            let adapter = LowRankAdapter::from_tensors(trained(&parameters.a, a), trained(&parameters.b, b), SCALE)?;
-            let head = SoftmaxHead::from_tensors(weight.clone(), None)?.with_adapter(adapter)?;
-            let hidden = parameters.hidden.as_detached_tensor();
+            let trained = |name, is_trained| if is_trained { tensors[name].clone() } else { tensors[name].detach() };
+            let [a_factor, b_factor, weight, hidden] =
+                [trained("a", a), trained("b", b), trained("decoder.weight", false), trained("hidden", false)];
+            let adapter = LowRankAdapter::from_tensors(a_factor, b_factor, SCALE)?;
+            let head = SoftmaxHead::from_tensors(weight, None)?.with_adapter(adapter)?;
             let found = head.loss(&hidden, &targets, &LossOptions::new())?.backward()?;
-            let parts = [&parameters.a, &parameters.b, &parameters.weight, &parameters.hidden];
-            assert_eq!(parts.map(|var| found.get(var).is_some()), [a, b, false, false]);
+            assert_eq!(names.map(|name| found.get(&tensors[name]).is_some()), [a, b, false, false]);
         }
         Ok(())
     }
 
     fn gradients_accumulate(device: &Device) -> Result<()> {
-        let parameters = Parameters::random(6, exact(device), device)?;
+        let parameters = Parameters::random(SOFTMAXES, 6, exact(device), device)?;
         let targets = Tensor::new(&[1u32, 3, 5, 7, 9, 11], device)?;
-        let [head, _] = parameters.heads(Kind::Softmaxes)?;
+        let [head, _] = parameters.heads()?;
         let options = LossOptions::new().with_reduction(Reduction::Sum);
-        let expected = head.loss(&parameters.hidden, &targets, &options)?.backward()?;
+        let expected = head.loss(parameters.hidden(), &targets, &options)?.backward()?;
         let sum = GradientSum::new();
         for first in [0, 2, 4] {
-            let hidden = parameters.hidden.narrow(0, first, 2)?;
+            let hidden = parameters.hidden().narrow(0, first, 2)?;
             let options = options.clone().with_gradient_sum(&sum);
             sum.add(&head.loss(&hidden, &targets.narrow(0, first, 2)?, &options)?)?;
         }
-        let found = sum.take();
-        for (name, variable) in parameters.named() {
-            let [found, expected] = [&found, &expected].map(|store| numbers(store.get(variable).expect(name)));
-            assert_close(name, &found, &expected, None, Tolerance::gradient(exact(device)));
+        let (found, expected) = (gradients(&sum.take(), &parameters.tensors), gradients(&expected, &parameters.tensors));
+        assert_eq!((found.len(), expected.len()), (parameters.tensors.len(), parameters.tensors.len()));
+        for (name, found) in &found {
+            assert_close(name, found, &expected[name], None, Tolerance::gradient(exact(device)));
         }
         Ok(())
     }
@@ -300,10 +255,10 @@ on_each_device! {
         let vb = VarBuilder::from_varmap(&vars, dtype, device);
         let cnn = CharCnn::new(&CharCnnConfig::new(HIDDEN), &spellings, vb.pp("cnn"))?;
         let decoder = Decoder::with_char_cnn(&DecoderConfig::new(VOCAB, HIDDEN), cnn, vb.clone())?;
-        let parameters = Parameters::random(4, dtype, device)?;
+        let parameters = Parameters::random(SOFTMAX, 4, dtype, device)?;
         let adapted = decoder.with_adapter(parameters.adapter()?)?;
         let merged = adapted.merged()?;
-        let contexts = parameters.hidden.unsqueeze(1)?;
+        let contexts = parameters.hidden().unsqueeze(1)?;
         let [found, expected] = [adapted, merged].map(|decoder| decoder.mixture(&contexts, None)?.log_probs());
         assert_close("log_probs", &numbers(&found?), &numbers(&expected?), None, Tolerance::value(dtype).condition(10.0));
         Ok(())

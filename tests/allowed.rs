@@ -3,10 +3,14 @@
 
 mod common;
 
+use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var};
-use common::allowed::{assert_config, assert_near, cases, ids, of_lists, tensors, values, variables, Case, Sets};
-use common::check::numbers;
-use common::scores::compare;
+use common::allowed::{assert_config, cases, entropies, ids, nll, per_position, renormalized};
+use common::case::Tensors;
+use common::check::{central_differences, gradients, Gradients};
+use common::problem::{Problem, Sets};
+use common::scores::assert_near;
+use common::values::{gradient, numbers, Numbers};
 use common::{exact, on, on_each_device};
 use mos_head::decode::{Sampler, Sampling};
 use mos_head::sampled::{Negatives, NoiseDistribution};
@@ -30,48 +34,50 @@ fn values_equal_plain_loops() -> Result<()> {
         for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
             let (tolerance, _) = tolerance(dtype);
             let name = format!("{case:?} {dtype:?}");
-            let operands = case.operands(dtype)?;
+            let near = |found: &Tensor, expected: &[f64]| {
+                let found = numbers(found).named(&name);
+                assert_relative_eq!(found, *expected, epsilon = 0.1 * tolerance, max_relative = tolerance);
+            };
+            let drawn = case.drawn(dtype);
             let (lists, targets, n) = (case.lists(), case.targets(), case.positions);
-            let of_values = |temperature| case.restricted(&values(&operands), &lists, temperature);
-            let truth = of_values(1.0);
-            let restricted = case.mixture(&operands)?.restricted(&case.allowed())?;
+            let truth = renormalized(&drawn, &lists, 1.0);
+            let mixture = drawn.mixture(dtype, &Device::Cpu)?;
+            let found = mixture.restricted(&case.allowed())?;
 
             let mut expected = vec![f64::NEG_INFINITY; n * case.vocab];
             for (t, list) in lists.iter().enumerate() {
                 list.iter().zip(&truth[t]).for_each(|(&id, &x)| expected[t * case.vocab + id as usize] = x);
             }
-            let found = restricted.log_probs_as(DType::F64)?;
-            assert_eq!(found.dims(), [n, case.vocab]);
-            assert_near(&name, &numbers(&found), &expected, tolerance);
+            let log_probs = found.log_probs_as(DType::F64)?;
+            assert_eq!(log_probs.dims(), [n, case.vocab]);
+            near(&log_probs, &expected);
 
-            let place = |t: usize| lists[t].iter().position(|id| *id == targets[t]).expect("allowed");
-            let nll: Vec<f64> = (0..n).map(|t| -truth[t][place(t)]).collect();
-            let loss = restricted.loss(&ids(&targets, &[n]), &LossOptions::new().with_reduction(Reduction::None))?;
-            assert_near(&name, &numbers(&loss.nll), &nll, tolerance);
-            assert_near(&name, &numbers(&loss.value), &nll, tolerance);
-            assert_near(&name, &numbers(&restricted.log_prob(&ids(&targets, &[n]))?.affine(-1., 0.)?), &nll, tolerance);
+            let of_targets = ids(&targets, &[n]);
+            let loss = found.loss(&of_targets, &LossOptions::new().with_reduction(Reduction::None))?;
+            let expected = nll(&truth, &lists, &targets);
+            near(&loss.nll, &expected);
+            near(&loss.value, &expected);
+            near(&found.log_prob(&of_targets)?.affine(-1., 0.)?, &expected);
 
-            let tempered = of_values(case.temperature);
-            let entropy = |of: &[Vec<f64>]| -> Vec<f64> {
-                of.iter().map(|row| -row.iter().map(|x| x * x.exp()).sum::<f64>()).collect()
-            };
+            let tempered = renormalized(&drawn, &lists, case.temperature);
             let options = ScoreOptions::new().with_temperature(case.temperature).with_entropy(true);
             let first: Vec<u32> = (0..n).flat_map(|t| [lists[t][0], targets[t]]).collect();
-            let scores = restricted.score(&ids(&first, &[n, 2]), &options)?;
-            let expected: Vec<f64> = (0..n).flat_map(|t| [tempered[t][0], tempered[t][place(t)]]).collect();
-            assert_near(&name, &numbers(&scores.log_prob), &expected, tolerance);
-            assert_near(&name, &numbers(&scores.entropy.expect("asked for")), &entropy(&tempered), tolerance);
-            assert_near(&name, &numbers(&restricted.entropy()?), &entropy(&truth), tolerance);
+            let scores = found.score(&ids(&first, &[n, 2]), &options)?;
+            let of_targets = nll(&tempered, &lists, &targets);
+            let expected: Vec<f64> = (0..n).flat_map(|t| [tempered[t][0], -of_targets[t]]).collect();
+            near(&scores.log_prob, &expected);
+            near(&scores.entropy.expect("asked for"), &entropies(&tempered));
+            near(&found.entropy()?, &entropies(&truth));
         }
     }
     Ok(())
 }
 
 /// A function of every result, by whose gradients they are compared.
-fn value_of(case: &Case, operands: &[Tensor; 4], part: usize) -> Result<Tensor> {
-    let restricted = case.mixture(operands)?.restricted(&case.allowed())?;
+fn value(case: &Problem, tensors: &Tensors, part: usize) -> Result<Tensor> {
+    let restricted = case.mixture(tensors)?.restricted(&case.allowed())?;
     let targets = ids(&case.targets(), &[case.positions]);
-    let weights = upstream(case.positions, operands[0].dtype())?;
+    let weights = upstream(case.positions, tensors["contexts"].dtype())?;
     match part {
         0 => {
             let options = LossOptions::new().with_position_weights(weights).with_reduction(Reduction::Sum);
@@ -96,12 +102,12 @@ fn value_of(case: &Case, operands: &[Tensor; 4], part: usize) -> Result<Tensor> 
 }
 
 /// The same from candle's operations.
-fn composed_value(case: &Case, operands: &[Tensor; 4], part: usize) -> Result<Tensor> {
+fn composed_value(case: &Problem, tensors: &Tensors, part: usize) -> Result<Tensor> {
     let (lists, targets) = (case.lists(), case.targets());
-    let weights = upstream(case.positions, operands[0].dtype())?;
+    let weights = upstream(case.positions, tensors["contexts"].dtype())?;
     let temperature = if part == 1 { case.temperature } else { 1.0 };
-    let mut sum = Tensor::zeros((), operands[0].dtype(), &Device::Cpu)?;
-    for (t, row) in case.composed(operands, &lists, temperature)?.iter().enumerate() {
+    let mut sum = Tensor::zeros((), DType::F64, &Device::Cpu)?;
+    for (t, row) in case.composed_restricted(tensors, temperature)?.iter().enumerate() {
         let place = lists[t].iter().position(|id| *id == targets[t]).expect("allowed");
         let of_target = row.get(place)?;
         let term = match part {
@@ -119,8 +125,6 @@ fn upstream(n: usize, dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, n, &Device::Cpu)?.to_dtype(if dtype == DType::F64 { dtype } else { DType::F32 })?)
 }
 
-const NAMES: [&str; 4] = ["contexts", "log-priors", "weight", "bias"];
-
 #[test]
 fn gradients_equal_composed_operations() -> Result<()> {
     for case in cases() {
@@ -130,21 +134,12 @@ fn gradients_equal_composed_operations() -> Result<()> {
                 if part == 2 && dtype == DType::BF16 {
                     continue;
                 }
-                let vars = variables(&case.operands(dtype)?);
-                let truth = variables(&tensors(&vars).map(|t| t.to_dtype(DType::F64).expect("f64")));
-                let found = value_of(&case, &tensors(&vars), part)?.backward()?;
-                let expected = composed_value(&case, &tensors(&truth), part)?.backward()?;
-                for (i, name) in NAMES.into_iter().enumerate() {
-                    if i == 1 && case.components == 1 || i == 3 && !case.bias {
-                        continue;
-                    }
-                    let (Some(found), Some(expected)) = (found.get(&vars[i]), expected.get(&truth[i])) else {
-                        panic!("no gradient of {name}: {case:?} {part}");
-                    };
-                    assert_eq!(found.dtype(), dtype, "{name}");
-                    let name = format!("{name} {part}");
-                    compare(&name, &case, dtype, found, expected, tolerance(dtype).1)?;
-                }
+                let vars = case.variables(dtype)?;
+                let truth = case.drawn(dtype).variables(DType::F64, &Device::Cpu)?;
+                let found = value(&case, &vars, part)?.backward()?;
+                let expected = composed_value(&case, &truth, part)?.backward()?;
+                let (found, expected) = (gradients(&found, &vars), gradients(&expected, &truth));
+                assert_near(&format!("{part} of {case:?} in {dtype:?}"), &found, &expected, tolerance(dtype).1);
             }
         }
     }
@@ -153,32 +148,18 @@ fn gradients_equal_composed_operations() -> Result<()> {
 
 #[test]
 fn gradients_equal_central_differences() -> Result<()> {
-    const STEP: f64 = 1e-5;
     for case in cases().into_iter().filter(|case| case.vocab < 100 && case.vocab > 1) {
-        let (operands, lists, targets) = (case.operands(DType::F64)?, case.lists(), case.targets());
-        let vars = variables(&operands);
-        let gradients = value_of(&case, &tensors(&vars), 0)?.backward()?;
+        let (lists, targets) = (case.lists(), case.targets());
+        let vars = case.variables(DType::F64)?;
         let weights = numbers(&upstream(case.positions, DType::F64)?);
-        let value = |values: &[Vec<f64>; 4]| -> f64 {
-            let rows = case.restricted(values, &lists, 1.0);
-            let place = |t: usize| lists[t].iter().position(|id| *id == targets[t]).expect("allowed");
-            (0..case.positions).map(|t| -weights[t] * rows[t][place(t)]).sum()
-        };
-        for (i, var) in vars.iter().enumerate() {
-            let Some(gradient) = gradients.get(var) else {
-                assert!(i == 1 && case.components == 1 || i == 3 && !case.bias, "{case:?}: {}", NAMES[i]);
-                continue;
-            };
-            let gradient = numbers(gradient);
-            for j in (0..gradient.len()).step_by(1 + gradient.len() / 23) {
-                let moved = |by: f64| {
-                    let mut values = values(&operands);
-                    values[i][j] += by;
-                    value(&values)
-                };
-                let expected = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
-                assert!((gradient[j] - expected).abs() < 1e-7, "{}[{j}]: {} {expected}", NAMES[i], gradient[j]);
-            }
+        let expected = central_differences(&case.drawn(DType::F64), |moved| {
+            let nll = nll(&renormalized(moved, &lists, 1.0), &lists, &targets);
+            Ok(nll.iter().zip(weights.iter()).map(|(nll, weight)| nll * weight).sum())
+        })?;
+        let found = gradients(&value(&case, &vars, 0)?.backward()?, &vars);
+        assert!(found.keys().eq(expected.keys()), "{case:?}: {:?}", found.keys());
+        for (name, found) in found {
+            assert_abs_diff_eq!(found, expected[name], epsilon = 1e-7);
         }
     }
     Ok(())
@@ -188,16 +169,15 @@ fn gradients_equal_central_differences() -> Result<()> {
 #[test]
 fn a_backward_pass_with_a_copy_less_has_the_same_gradients() -> Result<()> {
     for case in cases() {
-        let vars = variables(&case.operands(DType::F64)?);
-        let restricted = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
+        let vars = case.variables(DType::F64)?;
+        let restricted = case.mixture(&vars)?.restricted(&case.allowed())?;
         let targets = ids(&case.targets(), &[case.positions]);
         let loss = restricted.loss(&targets, &LossOptions::new())?;
         let scores = restricted.score(&targets, &ScoreOptions::new().with_entropy(true))?;
         let value = (scores.log_prob.sum_all()? + scores.entropy.as_ref().expect("asked for").sqr()?.sum_all()?)?;
         let pairs = [(loss.backward()?, loss.value.backward()?), (scores.backward(&value)?, value.backward()?)];
         for (found, expected) in pairs {
-            let (found, expected) = (found.get(&vars[2]).expect("one"), expected.get(&vars[2]).expect("one"));
-            compare("weight", &case, DType::F64, found, expected, 1e-14)?;
+            assert_near("a copy less", &gradients(&found, &vars), &gradients(&expected, &vars), 1e-14);
         }
     }
     Ok(())
@@ -208,9 +188,9 @@ fn a_backward_pass_with_a_copy_less_has_the_same_gradients() -> Result<()> {
 fn all_ids_allowed_equal_the_plain_loss() -> Result<()> {
     for components in [1, 3] {
         for dtype in [DType::F64, DType::F32, DType::BF16] {
-            let case = Case { components, ..cases()[2 * 3] };
-            let vars = variables(&case.operands(dtype)?);
-            let mixture = case.mixture(&tensors(&vars))?;
+            let case = Problem { components, ..cases()[2 * 3] };
+            let vars = case.variables(dtype)?;
+            let mixture = case.mixture(&vars)?;
             let targets = ids(&case.targets(), &[case.positions]);
             let all: Vec<u32> = (0..case.vocab as u32).collect();
             let options = LossOptions::new();
@@ -221,20 +201,21 @@ fn all_ids_allowed_equal_the_plain_loss() -> Result<()> {
                 (AllowedIds::new(&all), 0.0),
                 (AllowedIds::from_mask(&mask)?, 0.0),
                 (AllowedIds::new(&[]).with_empty_as_full(true), 0.0),
-                (of_lists(&vec![all.clone(); case.positions]), tolerance(dtype).0),
-                (of_lists(&vec![vec![]; case.positions]).with_empty_as_full(true), tolerance(dtype).0),
+                (per_position(&vec![all.clone(); case.positions]), tolerance(dtype).0),
+                (per_position(&vec![vec![]; case.positions]).with_empty_as_full(true), tolerance(dtype).0),
             ] {
                 let restricted = mixture.restricted(&allowed)?;
                 let loss = restricted.loss(&targets, &options)?;
                 let (exact, of_gradients) = (tolerance, if dtype == DType::BF16 { 1e-2 } else { 4.0 * tolerance });
-                compare("nll", &case, dtype, &loss.nll, &plain.nll, exact)?;
-                compare("log-probs", &case, dtype, &restricted.log_probs()?, &mixture.log_probs()?, of_gradients)?;
-                compare("entropy", &case, dtype, &restricted.entropy()?, &mixture.entropy()?, exact)?;
-                let found = loss.backward()?;
-                for i in [0, 2, 3] {
-                    let (a, b) = (found.get(&vars[i]).expect("one"), expected.get(&vars[i]).expect("one"));
-                    compare(NAMES[i], &case, dtype, a, b, if tolerance == 0.0 { 0.0 } else { of_gradients })?;
+                for (found, expected, tolerance) in [
+                    (&loss.nll, &plain.nll, exact),
+                    (&restricted.log_probs()?, &mixture.log_probs()?, of_gradients),
+                    (&restricted.entropy()?, &mixture.entropy()?, exact),
+                ] {
+                    assert_relative_eq!(numbers(found), numbers(expected), max_relative = tolerance);
                 }
+                let (found, expected) = (gradients(&loss.backward()?, &vars), gradients(&expected, &vars));
+                assert_near("all", &found, &expected, if tolerance == 0.0 { 0.0 } else { of_gradients });
             }
         }
     }
@@ -245,16 +226,15 @@ fn all_ids_allowed_equal_the_plain_loss() -> Result<()> {
 fn a_single_allowed_id_has_no_loss_and_no_gradient() -> Result<()> {
     for components in [1, 3] {
         for shared in [true, false] {
-            let case = Case { components, sets: if shared { Sets::Shared(1) } else { Sets::Each(1) }, ..cases()[3] };
-            let vars = variables(&case.operands(DType::F32)?);
-            let restricted = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
+            let case = Problem { components, sets: if shared { Sets::Shared(1) } else { Sets::Each(1) }, ..cases()[3] };
+            let vars = case.variables(DType::F32)?;
+            let restricted = case.mixture(&vars)?.restricted(&case.allowed())?;
             let targets = ids(&case.targets(), &[case.positions]);
             let loss = restricted.loss(&targets, &LossOptions::new())?;
             assert_eq!(numbers(&loss.nll), vec![0.0; case.positions]);
-            let gradients = loss.backward()?;
-            for i in [0, 2, 3] {
-                let gradient = numbers(gradients.get(&vars[i]).expect(NAMES[i]));
-                assert!(gradient.iter().all(|g| g.abs() < 1e-6), "{}: {gradient:?}", NAMES[i]);
+            for (name, gradient) in gradients(&loss.backward()?, &vars).into_iter().filter(|(n, _)| *n != "log_priors")
+            {
+                assert!(gradient.iter().all(|g| g.abs() < 1e-6), "{name}: {gradient:?}");
             }
             assert_eq!(restricted.argmax()?.to_vec1::<u32>()?, case.targets());
         }
@@ -271,20 +251,21 @@ fn ids_are_restricted_after_the_softcap() -> Result<()> {
     let z = [1.0f64, 3.0].map(|z| 0.5 * (z / 0.5).tanh());
     let of_first = z[0] - (z[0].exp() + z[1].exp()).ln();
     let found = numbers(&restricted.log_probs()?);
-    assert!((found[0] - of_first).abs() < 1e-14 && found[1] == f64::NEG_INFINITY, "{found:?}");
+    assert_abs_diff_eq!(found[0], of_first, epsilon = 1e-14);
+    assert_eq!(found[1], f64::NEG_INFINITY);
     Ok(())
 }
 
 #[test]
 fn repeated_ids_count_once_in_any_order() -> Result<()> {
     for components in [1, 3] {
-        let case = Case { components, ..cases()[9] };
-        let mixture = case.mixture(&case.operands(DType::F64)?)?;
+        let case = Problem { components, ..cases()[9] };
+        let mixture = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?;
         let lists = case.lists();
         let repeated: Vec<Vec<u32>> =
             lists.iter().map(|list| list.iter().rev().chain(list).copied().collect()).collect();
         let of = |allowed: AllowedIds| mixture.restricted(&allowed)?.log_probs();
-        assert_eq!(numbers(&of(of_lists(&lists))?), numbers(&of(of_lists(&repeated))?));
+        assert_eq!(numbers(&of(per_position(&lists))?), numbers(&of(per_position(&repeated))?));
         assert_eq!(numbers(&of(AllowedIds::new(&lists[0]))?), numbers(&of(AllowedIds::new(&repeated[0]))?));
     }
     Ok(())
@@ -294,8 +275,7 @@ fn repeated_ids_count_once_in_any_order() -> Result<()> {
 #[test]
 fn targets_outside_their_sets_are_errors_or_added() -> Result<()> {
     for case in cases().into_iter().filter(|case| case.vocab > 30 && case.sets != Sets::Shared(30)) {
-        let operands = case.operands(DType::F64)?;
-        let mixture = case.mixture(&operands)?;
+        let mixture = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?;
         let (mut lists, mut targets) = (case.lists(), case.targets());
         let last = case.positions - 1;
         let outside = (0..case.vocab as u32).find(|id| !lists[last].contains(id)).expect("not all are allowed");
@@ -317,14 +297,12 @@ fn targets_outside_their_sets_are_errors_or_added() -> Result<()> {
         let restricted = mixture.restricted(&case.allowed().with_targets_added(true))?;
         let loss = restricted.loss(&of_targets, &LossOptions::new())?;
         lists[last].push(outside);
-        let truth = case.restricted(&values(&operands), &lists, 1.0);
-        let place = |t: usize| lists[t].iter().position(|id| *id == targets[t]).expect("allowed");
-        let nll: Vec<f64> = (0..case.positions).map(|t| -truth[t][place(t)]).collect();
-        assert_near("nll", &numbers(&loss.nll), &nll, 1e-12);
+        let truth = renormalized(&case.drawn(DType::F64), &lists, 1.0);
+        let nll = nll(&truth, &lists, &targets);
+        assert_relative_eq!(numbers(&loss.nll), nll, max_relative = 1e-12);
         let scores = restricted.score(&of_targets, &ScoreOptions::new().with_entropy(true))?;
-        assert_near("log_prob", &numbers(&scores.log_prob.affine(-1.0, 0.0)?), &nll, 1e-12);
-        let entropy: Vec<f64> = truth.iter().map(|row| -row.iter().map(|x| x * x.exp()).sum::<f64>()).collect();
-        assert_near("entropy", &numbers(&scores.entropy.expect("asked for")), &entropy, 1e-12);
+        assert_relative_eq!(numbers(&scores.log_prob.affine(-1.0, 0.0)?), nll, max_relative = 1e-12);
+        assert_relative_eq!(numbers(&scores.entropy.expect("asked for")), entropies(&truth), max_relative = 1e-12);
     }
     Ok(())
 }
@@ -332,12 +310,11 @@ fn targets_outside_their_sets_are_errors_or_added() -> Result<()> {
 #[test]
 fn empty_sets_are_errors_or_allow_all_ids() -> Result<()> {
     for components in [1, 3] {
-        let case = Case { components, ..cases()[9] };
-        let operands = case.operands(DType::F64)?;
-        let mixture = case.mixture(&operands)?;
+        let case = Problem { components, ..cases()[9] };
+        let mixture = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?;
         let (mut lists, targets) = (case.lists(), ids(&case.targets(), &[case.positions]));
         lists[2] = vec![];
-        let allowed = of_lists(&lists);
+        let allowed = per_position(&lists);
         let restricted = mixture.restricted(&allowed)?;
         let mut sampler = Sampler::new(Sampling::new(), 1)?;
         for error in [
@@ -358,11 +335,10 @@ fn empty_sets_are_errors_or_allow_all_ids() -> Result<()> {
 
         let restricted = mixture.restricted(&allowed.with_empty_as_full(true))?;
         lists[2] = (0..case.vocab as u32).collect();
-        let truth = case.restricted(&values(&operands), &lists, 1.0);
-        let found = restricted.log_probs()?.get(2)?;
-        assert_near("log_probs", &numbers(&found), &truth[2], 1e-12);
+        let truth = renormalized(&case.drawn(DType::F64), &lists, 1.0);
+        assert_relative_eq!(numbers(&restricted.log_probs()?.get(2)?), truth[2], max_relative = 1e-12);
         let nll = numbers(&restricted.loss(&targets, &LossOptions::new())?.nll);
-        assert!((nll[2] + truth[2][case.targets()[2] as usize]).abs() < 1e-12, "{nll:?}");
+        assert_abs_diff_eq!(nll[2], -truth[2][case.targets()[2] as usize], epsilon = 1e-12);
         assert_eq!(restricted.top_k(case.vocab)?.token_ids.dims(), [case.positions, case.vocab]);
     }
     Ok(())
@@ -372,19 +348,17 @@ fn empty_sets_are_errors_or_allow_all_ids() -> Result<()> {
 #[test]
 fn ignored_positions_need_no_set() -> Result<()> {
     for case in [cases()[3], cases()[9], cases()[15], cases()[21], cases()[27]] {
-        let [contexts, logits, weight, bias] = case.operands(DType::F64)?;
-        let nan = Tensor::full(f64::NAN, (1, case.components, case.d), &Device::Cpu)?;
-        let contexts = Tensor::cat(&[&nan, &contexts.narrow(0, 1, case.positions - 1)?], 0)?;
-        let operands = [contexts, logits, weight, bias];
-        let vars = variables(&operands);
-        let mixture = case.mixture(&tensors(&vars))?;
+        let mut drawn = case.drawn(DType::F64);
+        drawn.values.get_mut("contexts").expect("contexts")[..case.components * case.d].fill(f64::NAN);
+        let vars = drawn.variables(DType::F64, &Device::Cpu)?;
+        let mixture = case.mixture(&vars)?;
         let mut lists = case.lists();
         let shared = matches!(case.sets, Sets::Shared(_));
         let allowed = if shared {
             case.allowed()
         } else {
             lists[0] = vec![];
-            of_lists(&lists)
+            per_position(&lists)
         };
         let mut targets: Vec<i64> = case.targets().into_iter().map(i64::from).collect();
         targets[0] = -100;
@@ -392,23 +366,20 @@ fn ignored_positions_need_no_set() -> Result<()> {
         let loss = mixture.restricted(&allowed)?.loss(&targets, &LossOptions::new().with_ignore_index(-100))?;
         assert_eq!(numbers(&loss.count), [(case.positions - 1) as f64]);
         assert_eq!(numbers(&loss.nll)[0], 0.0);
-        let gradients = loss.backward()?;
-        let rest = case.lists();
-        for i in [0, 2, 3] {
-            let gradient = numbers(gradients.get(&vars[i]).expect(NAMES[i]));
-            assert!(gradient.iter().all(|g| g.is_finite()), "{} {case:?}", NAMES[i]);
-            assert!(gradient.iter().any(|g| *g != 0.0), "{} {case:?}", NAMES[i]);
+        for (name, gradient) in gradients(&loss.backward()?, &vars) {
+            assert!(gradient.iter().all(|g| g.is_finite()), "{name} {case:?}");
+            assert!(gradient.iter().any(|g| *g != 0.0), "{name} {case:?}");
         }
-        let finite = values(&case.operands(DType::F64)?);
-        let truth = case.restricted(&finite, &rest, 1.0);
-        let place = |t: usize| rest[t].iter().position(|id| *id == case.targets()[t]).expect("allowed");
-        let mean = (1..case.positions).map(|t| -truth[t][place(t)]).sum::<f64>() / (case.positions - 1) as f64;
-        assert!((numbers(&loss.value)[0] - mean).abs() < 1e-12 * mean.max(1.0), "{case:?}");
+        let lists = case.lists();
+        let nll = nll(&renormalized(&case.drawn(DType::F64), &lists, 1.0), &lists, &case.targets());
+        let mean = nll[1..].iter().sum::<f64>() / (case.positions - 1) as f64;
+        assert_abs_diff_eq!(numbers(&loss.value), [mean], epsilon = 1e-12 * mean.max(1.0));
         // All ignored.
         let none = Tensor::full(-100i64, case.positions, &Device::Cpu)?;
         for allowed in [allowed, AllowedIds::new(&[])] {
             let loss = mixture.restricted(&allowed)?.loss(&none, &LossOptions::new().with_ignore_index(-100))?;
-            assert_eq!((numbers(&loss.value), numbers(&loss.count)), (vec![0.0], vec![0.0]));
+            assert_eq!(loss.sum_and_count()?, (0.0, 0.0));
+            assert_eq!(numbers(&loss.value), [0.0]);
         }
     }
     Ok(())
@@ -442,7 +413,7 @@ fn an_ignored_position_has_no_part_in_the_gradients() -> Result<()> {
             let ids = AllowedIds::new(&[2]).with_targets_added(true);
             (ids.clone(), ids)
         } else {
-            (of_lists(&[vec![1, 2], vec![3]]), of_lists(&[vec![1, 2]]))
+            (per_position(&[vec![1, 2], vec![3]]), per_position(&[vec![1, 2]]))
         };
         let options = LossOptions::new().with_ignore_index(-100);
         let targets = Tensor::new(&[1i64, -100], &Device::Cpu)?;
@@ -473,35 +444,29 @@ fn an_ignored_position_has_no_part_in_the_gradients() -> Result<()> {
 #[test]
 fn infinite_and_undefined_logits_stay_where_they_are() -> Result<()> {
     for components in [1, 3] {
-        for case in
-            [Case { components, ..cases()[9] }, Case { components, ..cases()[15] }, Case { components, ..cases()[3] }]
-        {
-            let [contexts, logits, weight, bias] = case.operands(DType::F64)?;
+        for case in [
+            Problem { components, ..cases()[9] },
+            Problem { components, ..cases()[15] },
+            Problem { components, ..cases()[3] },
+        ] {
             let (lists, targets) = (case.lists(), case.targets());
             // Forbidden by the bias: an id of position 1 that is no target.
             let forbidden = lists.iter().flatten().copied().find(|id| !targets.contains(id)).expect("another id");
-            let mut of_bias = numbers(&bias);
-            of_bias[forbidden as usize] = f64::NEG_INFINITY;
-            let bias = Tensor::new(of_bias.as_slice(), &Device::Cpu)?;
-            let vars = variables(&[contexts.clone(), logits.clone(), weight.clone(), bias.clone()]);
-            let restricted = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
+            let mut drawn = case.drawn(DType::F64);
+            drawn.values.get_mut("decoder.bias").expect("a bias")[forbidden as usize] = f64::NEG_INFINITY;
+            let vars = drawn.variables(DType::F64, &Device::Cpu)?;
+            let restricted = case.mixture(&vars)?.restricted(&case.allowed())?;
             let of_targets = ids(&targets, &[case.positions]);
             let scores = restricted.score(&of_targets, &ScoreOptions::new().with_entropy(true))?;
-            let truth =
-                case.restricted(&values(&[contexts.clone(), logits.clone(), weight.clone(), bias]), &lists, 1.0);
-            let place = |t: usize| lists[t].iter().position(|id| *id == targets[t]).expect("allowed");
-            let expected: Vec<f64> = (0..case.positions).map(|t| truth[t][place(t)]).collect();
-            assert_near("log_prob", &numbers(&scores.log_prob), &expected, 1e-12);
+            let expected = nll(&renormalized(&drawn, &lists, 1.0), &lists, &targets);
+            assert_relative_eq!(numbers(&scores.log_prob.affine(-1.0, 0.0)?), expected, max_relative = 1e-12);
             let value = (scores.log_prob.sum_all()? + scores.entropy.expect("asked for").sum_all()?)?;
-            let gradients = value.backward()?;
-            for i in [0, 2, 3] {
-                let gradient = numbers(gradients.get(&vars[i]).expect(NAMES[i]));
-                assert!(gradient.iter().all(|g| g.is_finite()), "{} {case:?}", NAMES[i]);
+            for (name, gradient) in gradients(&value.backward()?, &vars) {
+                assert!(gradient.iter().all(|g| g.is_finite()), "{name} {case:?}");
             }
 
-            let nan = Tensor::full(f64::NAN, (1, components, case.d), &Device::Cpu)?;
-            let contexts = Tensor::cat(&[&nan, &contexts.narrow(0, 1, case.positions - 1)?], 0)?;
-            let mixture = case.mixture(&[contexts, logits, weight, vars[3].as_tensor().detach()])?;
+            drawn.values.get_mut("contexts").expect("contexts")[..components * case.d].fill(f64::NAN);
+            let mixture = drawn.mixture(DType::F64, &Device::Cpu)?;
             let restricted = mixture.restricted(&case.allowed())?;
             let nll = numbers(&restricted.loss(&of_targets, &LossOptions::new())?.nll);
             assert!(nll[0].is_nan() && nll[1..].iter().all(|x| x.is_finite()), "{nll:?}");
@@ -510,8 +475,8 @@ fn infinite_and_undefined_logits_stay_where_they_are() -> Result<()> {
             let last = mixture.restricted(&only)?.log_probs()?.get(1)?;
             assert!(numbers(&last)[forbidden as usize].is_nan());
             let lists = [vec![vec![targets[0]]], vec![vec![forbidden]; case.positions - 1]].concat();
-            let of_finite = case.mixture(&case.operands(DType::F64)?)?;
-            assert!(of_finite.restricted(&of_lists(&lists))?.top_k(1).is_ok());
+            let of_finite = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?;
+            assert!(of_finite.restricted(&per_position(&lists))?.top_k(1).is_ok());
         }
     }
     Ok(())
@@ -527,7 +492,7 @@ fn a_set_without_probability_is_no_distribution() -> Result<()> {
         let log_priors = Some(&log_priors).filter(|_| components > 1);
         let mixture = Mixture::new(&contexts, log_priors, &weight, Some(&bias))?;
         let mut sampler = Sampler::new(Sampling::new().with_top_p(0.5), 1)?;
-        let lists = of_lists(&[vec![0, 1], vec![3], vec![1, 2]]);
+        let lists = per_position(&[vec![0, 1], vec![3], vec![1, 2]]);
         for (allowed, expected) in [(lists, 2), (AllowedIds::new(&[2, 1]), 0)] {
             let restricted = mixture.restricted(&allowed)?;
             for result in [restricted.top_k(2).map(|_| ()), restricted.sample(&mut sampler).map(|_| ())] {
@@ -543,19 +508,17 @@ on_each_device! {
     fn sets_of_each_device_equal_plain_loops(device: &Device) -> Result<()> {
         let dtype = exact(device);
         for case in cases() {
-            let operands = case.operands(dtype)?;
-            let truth = case.restricted(&values(&operands), &case.lists(), 1.0);
-            let vars = operands.map(|t| Var::from_tensor(&t.to_device(device).expect("a copy")).expect("a variable"));
-            let restricted = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
+            let vars = case.drawn(dtype).variables(dtype, device)?;
+            let restricted = case.mixture(&vars)?.restricted(&case.allowed())?;
             let targets = on(device, &ids(&case.targets(), &[case.positions]))?;
             let loss = restricted.loss(&targets, &LossOptions::new())?;
-            let place = |t: usize| case.lists()[t].iter().position(|id| *id == case.targets()[t]).expect("allowed");
-            let nll: Vec<f64> = (0..case.positions).map(|t| -truth[t][place(t)]).collect();
-            assert_near("nll", &numbers(&loss.nll), &nll, 1e-5);
-            assert!(loss.backward()?.get(&vars[2]).is_some());
+            let lists = case.lists();
+            let expected = nll(&renormalized(&case.drawn(dtype), &lists, 1.0), &lists, &case.targets());
+            assert_relative_eq!(numbers(&loss.nll), expected, epsilon = 1e-6, max_relative = 1e-5);
+            assert!(loss.backward()?.get(&vars["decoder.weight"]).is_some());
             let top = restricted.top_k(1)?;
             for (t, id) in top.token_ids.flatten_all()?.to_vec1::<u32>()?.into_iter().enumerate() {
-                assert!(case.lists()[t].contains(&id));
+                assert!(lists[t].contains(&id));
             }
         }
         Ok(())
@@ -588,12 +551,11 @@ on_each_device! {
 #[test]
 fn options_of_one_set_are_those_of_a_small_vocabulary() -> Result<()> {
     let case = cases()[3];
-    let vars = variables(&case.operands(DType::F64)?);
+    let vars = case.variables(DType::F64)?;
     let list = case.lists()[0].clone();
     let index = Tensor::new(list.as_slice(), &Device::Cpu)?;
-    let small =
-        Mixture::new(&vars[0], None, &vars[2].index_select(&index, 0)?, Some(&vars[3].index_select(&index, 0)?))?;
-    let restricted = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
+    let small = case.operands(&vars)?.only(&index)?.mixture(case.logits())?;
+    let restricted = case.mixture(&vars)?.restricted(&case.allowed())?;
     let place = |id: &u32| list.iter().position(|other| other == id).expect("allowed") as u32;
     let targets = case.targets();
     let places = ids(&targets.iter().map(place).collect::<Vec<_>>(), &[case.positions]);
@@ -614,11 +576,8 @@ fn options_of_one_set_are_those_of_a_small_vocabulary() -> Result<()> {
         assert_eq!(numbers(&found.value), numbers(&expected.value));
         assert_eq!(numbers(&found.count), numbers(&expected.count));
         assert_eq!(found.correct.as_ref().map(numbers), expected.correct.as_ref().map(numbers));
-        let (found, expected) = (found.backward()?, expected.backward()?);
-        for i in [0, 2, 3] {
-            let (a, b) = (found.get(&vars[i]).expect("one"), expected.get(&vars[i]).expect("one"));
-            compare(NAMES[i], &case, DType::F64, a, b, 1e-14)?;
-        }
+        let (found, expected) = (gradients(&found.backward()?, &vars), gradients(&expected.backward()?, &vars));
+        assert_near("one set", &found, &expected, 1e-14);
     }
     Ok(())
 }
@@ -627,18 +586,18 @@ fn options_of_one_set_are_those_of_a_small_vocabulary() -> Result<()> {
 #[test]
 fn options_of_lists_follow_the_conventions_or_are_refused() -> Result<()> {
     let case = cases()[9];
-    let mixture = case.mixture(&case.operands(DType::F64)?)?;
+    let mixture = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?;
     let restricted = mixture.restricted(&case.allowed())?;
     let targets = ids(&case.targets(), &[case.positions]);
     let (of_positions, of_classes) = (upstream(case.positions, DType::F64)?, upstream(case.vocab, DType::F64)?);
     let options = LossOptions::new().with_position_weights(of_positions.clone()).with_class_weights(of_classes.clone());
     let loss = restricted.loss(&targets, &options)?;
-    let weights: Vec<f64> = numbers(&(of_positions * of_classes.index_select(&targets, 0)?)?);
-    let sum: f64 = numbers(&loss.nll).iter().zip(&weights).map(|(nll, weight)| nll * weight).sum();
+    let weights = numbers(&(of_positions * of_classes.index_select(&targets, 0)?)?);
+    let sum: f64 = numbers(&loss.nll).iter().zip(weights.iter()).map(|(nll, weight)| nll * weight).sum();
     let count: f64 = weights.iter().sum();
-    assert_near("mean", &numbers(&loss.value), &[sum / count], 1e-13);
+    assert_relative_eq!(numbers(&loss.value), [sum / count], max_relative = 1e-13);
     let halved = restricted.loss(&targets, &options.with_denominator(2.0 * count))?;
-    assert_near("denominator", &numbers(&halved.value), &[sum / count / 2.0], 1e-13);
+    assert_relative_eq!(numbers(&halved.value), [sum / count / 2.0], max_relative = 1e-13);
     assert!(!restricted.loss(&targets, &LossOptions::evaluation())?.value.track_op());
 
     let shared = mixture.restricted(&AllowedIds::new(&case.lists()[0]).with_targets_added(true))?;
@@ -660,11 +619,15 @@ fn options_of_lists_follow_the_conventions_or_are_refused() -> Result<()> {
 
 #[test]
 fn sets_that_do_not_fit_are_refused() -> Result<()> {
-    let mixture = cases()[3].mixture(&cases()[3].operands(DType::F32)?)?; // 5 positions, 37 ids
+    let mixture = cases()[3].drawn(DType::F32).mixture(DType::F32, &Device::Cpu)?; // 5 positions, 37 ids
     assert_config(mixture.restricted(&AllowedIds::new(&[36, 37])), "allowed ids", "below vocab_size 37, got 37");
     let lists = [vec![1], vec![2, 99], vec![3], vec![], vec![5]];
-    assert_config(mixture.restricted(&of_lists(&lists)), "allowed ids", "below vocab_size 37, got 99 at position 1");
-    assert_config(mixture.restricted(&of_lists(&lists[2..])), "allowed ids", "each of 5 positions, got 3");
+    assert_config(
+        mixture.restricted(&per_position(&lists)),
+        "allowed ids",
+        "below vocab_size 37, got 99 at position 1",
+    );
+    assert_config(mixture.restricted(&per_position(&lists[2..])), "allowed ids", "each of 5 positions, got 3");
     assert_config(AllowedIds::per_position(&[1, 2], &[]), "offsets", "got none");
     assert_config(AllowedIds::per_position(&[1, 2], &[1, 2]), "offsets", "got 1 first");
     assert_config(AllowedIds::per_position(&[1, 2], &[0, 1]), "offsets", "got 1 last");
@@ -692,16 +655,18 @@ fn sets_that_do_not_fit_are_refused() -> Result<()> {
 #[test]
 fn the_log_prior_of_one_component_changes_nothing() -> Result<()> {
     for case in [cases()[3], cases()[9], cases()[15]] {
-        let vars = variables(&case.operands(DType::F64)?);
+        let vars = case.variables(DType::F64)?;
         let log_priors = Var::from_tensor(&upstream(case.positions, DType::F64)?.unsqueeze(1)?)?;
         let targets = ids(&case.targets(), &[case.positions]);
-        let without = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
-        let with = Mixture::new(&vars[0], Some(&log_priors), &vars[2], Some(&vars[3]))?.restricted(&case.allowed())?;
+        let without = case.mixture(&vars)?.restricted(&case.allowed())?;
+        let mut operands = case.operands(&vars)?;
+        operands.log_priors = Some(log_priors.as_tensor().clone());
+        let with = operands.mixture(case.logits())?.restricted(&case.allowed())?;
         let (a, b) = (with.loss(&targets, &LossOptions::new())?, without.loss(&targets, &LossOptions::new())?);
-        assert_near("nll", &numbers(&a.nll), &numbers(&b.nll), 1e-12);
+        assert_relative_eq!(numbers(&a.nll), numbers(&b.nll), max_relative = 1e-12);
         let (a, b) = (a.backward()?, b.backward()?);
-        compare("weight", &case, DType::F64, a.get(&vars[2]).expect("one"), b.get(&vars[2]).expect("one"), 1e-12)?;
-        assert!(numbers(a.get(&log_priors).expect("one")).iter().all(|g| g.abs() < 1e-14));
+        assert_near("a log-prior", &gradients(&a, &vars), &gradients(&b, &vars), 1e-12);
+        assert!(gradient(&a, &log_priors).expect("one").iter().all(|g| g.abs() < 1e-14));
     }
     Ok(())
 }
@@ -710,16 +675,13 @@ fn the_log_prior_of_one_component_changes_nothing() -> Result<()> {
 #[test]
 fn the_number_of_threads_changes_no_bit() -> Result<()> {
     for case in [cases()[3], cases()[9], cases()[15], cases()[27]] {
-        let operands = case.operands(DType::F32)?;
-        let results = |threads: usize| -> Result<Vec<Vec<f64>>> {
+        let results = |threads: usize| -> Result<(Numbers, Gradients)> {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
             pool.install(|| {
-                let vars = variables(&operands);
-                let restricted = case.mixture(&tensors(&vars))?.restricted(&case.allowed())?;
+                let vars = case.variables(DType::F32)?;
+                let restricted = case.mixture(&vars)?.restricted(&case.allowed())?;
                 let loss = restricted.loss(&ids(&case.targets(), &[case.positions]), &LossOptions::new())?;
-                let gradients = loss.backward()?;
-                let of = |i: usize| numbers(gradients.get(&vars[i]).expect(NAMES[i]));
-                Ok(vec![numbers(&loss.nll), of(0), of(2), of(3)])
+                Ok((numbers(&loss.nll), gradients(&loss.backward()?, &vars)))
             })
         };
         let one = results(1)?;

@@ -3,13 +3,15 @@
 
 mod common;
 
+use approx::{assert_abs_diff_eq, assert_relative_eq};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use candle_nn::{VarBuilder, VarMap};
-use common::allowed::{assert_config, assert_near, cases, ids, of_lists, values, Case};
-use common::check::numbers;
+use common::allowed::{assert_config, cases, ids, per_position, renormalized};
 use common::given::{places, Given};
-use common::scores::compare;
+use common::problem::Problem;
+use common::values::{gradients, numbers, uniform, Numbers};
 use mos_head::decode::{BeamSearch, Sampler, Sampling};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::parts::LowRankAdapter;
@@ -25,9 +27,8 @@ use mos_head::{
 #[test]
 fn the_best_ids_are_those_of_the_set() -> Result<()> {
     for case in cases() {
-        let operands = case.operands(DType::F64)?;
-        let (lists, truth) = (case.lists(), case.restricted(&values(&operands), &case.lists(), 1.0));
-        let restricted = case.mixture(&operands)?.restricted(&case.allowed())?;
+        let (lists, truth) = (case.lists(), renormalized(&case.drawn(DType::F64), &case.lists(), 1.0));
+        let restricted = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?.restricted(&case.allowed())?;
         let longest = lists.iter().map(Vec::len).max().expect("a position");
         for k in [1, 3, case.vocab].into_iter().filter(|k| *k <= case.vocab) {
             let top = restricted.top_k(k)?;
@@ -42,7 +43,12 @@ fn the_best_ids_are_those_of_the_set() -> Result<()> {
                 ranked.resize(n, (f64::NEG_INFINITY, ranked[own - 1].1));
                 let (expected, of_ids): (Vec<f64>, Vec<u32>) = ranked.into_iter().unzip();
                 assert_eq!(found[t], of_ids, "{case:?} {k}");
-                assert_near("log_probs", &log_probs[t], &expected, 1e-12);
+                assert_relative_eq!(
+                    Numbers::from(log_probs[t].clone()),
+                    expected,
+                    epsilon = 1e-13,
+                    max_relative = 1e-12
+                );
             }
         }
         let best: Vec<u32> = restricted.top_k(1)?.token_ids.flatten_all()?.to_vec1()?;
@@ -66,16 +72,12 @@ fn draws_have_the_frequencies_of_the_renormalised_distribution() -> Result<()> {
     ];
     for components in [1, 3] {
         for shared in [true, false] {
-            let one = Case { positions: 1, components, softcap: Some(2.0), ..cases()[3] };
-            let case = Case { positions: DRAWS, ..one };
-            let [contexts, logits, weight, bias] = one.operands(DType::F64)?;
-            let list = vec![2u32, 11, 12, 30];
-            let operands = [contexts.repeat((DRAWS, 1, 1))?, logits.repeat((DRAWS, 1))?, weight.clone(), bias.clone()];
-            let mixture = case.mixture(&operands)?;
-            let allowed = if shared { AllowedIds::new(&list) } else { of_lists(&vec![list.clone(); DRAWS]) };
+            let one = Problem { positions: 1, components, softcap: Some(2.0), ..cases()[3] };
+            let (one, list) = (one.drawn(DType::F64), vec![2u32, 11, 12, 30]);
+            let mixture = one.at(vec![0; DRAWS]).mixture(DType::F64, &Device::Cpu)?;
+            let allowed = if shared { AllowedIds::new(&list) } else { per_position(&vec![list.clone(); DRAWS]) };
             let restricted = mixture.restricted(&allowed)?;
-            let log_probs =
-                &one.restricted(&values(&[contexts, logits, weight, bias]), std::slice::from_ref(&list), 1.0)[0];
+            let log_probs = &renormalized(&one, std::slice::from_ref(&list), 1.0)[0];
             for sampling in &samplings {
                 let mut masses: Vec<f64> = log_probs.iter().map(|x| (x / sampling.temperature).exp()).collect();
                 let total: f64 = masses.iter().sum();
@@ -98,7 +100,7 @@ fn draws_have_the_frequencies_of_the_renormalised_distribution() -> Result<()> {
                     let p = mass / total;
                     let found = drawn.iter().filter(|other| *other == id).count() as f64 / DRAWS as f64;
                     let deviation = (p * (1.0 - p) / DRAWS as f64).sqrt();
-                    assert!((found - p).abs() <= 4.0 * deviation, "{sampling:?} {id}: {found}, expected {p}");
+                    assert_abs_diff_eq!(found, p, epsilon = 4.0 * deviation);
                 }
             }
             let mut ancestral = Sampler::new(Sampling::new().with_ancestral(true), 7)?;
@@ -124,14 +126,21 @@ fn heads() -> Result<Heads> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
     let mixture = MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 60, 3).with_context_dim(6), vb)?;
-    let random = |shape: &[usize]| Var::from_tensor(&Tensor::randn(0f64, 1., shape, &Device::Cpu)?);
+    let random = |shape: &[usize]| {
+        Var::from_tensor(&uniform(shape, 1.7, shape.iter().product::<usize>() as u64).expect("numbers"))
+    };
     let [weight, bias, a, b] = [&[60, 8][..], &[60], &[2, 8], &[60, 2]].map(|shape| random(shape).expect("a variable"));
     let adapter = LowRankAdapter::from_tensors(a.as_tensor().clone(), b.as_tensor().clone(), 4.0)?;
     let plain = SoftmaxHead::from_tensors(weight.as_tensor().clone(), Some(bias.as_tensor().clone()))?;
     let adapted = plain.with_adapter(adapter)?.with_logit_scale(0.5)?.with_softcap(3.0)?;
-    let hidden = Tensor::randn(0f64, 1., (3, 4, 8), &Device::Cpu)?;
+    let hidden = uniform(&[3, 4, 8], 1.7, 5)?;
     let all = [vec![weight, bias, a, b], vars.all_vars()].concat();
     Ok((all, [Box::new(adapted), Box::new(mixture)], hidden))
+}
+
+/// The gradients of the variables.
+fn read(vars: &[Var], store: &GradStore) -> Vec<Numbers> {
+    gradients(store, vars.iter().map(Var::as_tensor))
 }
 
 const SHARED: [u32; 6] = [1, 5, 17, 18, 40, 59];
@@ -139,7 +148,7 @@ const SHARED: [u32; 6] = [1, 5, 17, 18, 40, 59];
 /// Sets of each kind for 12 positions over 60 ids, and the ids of each position.
 fn sets() -> [(AllowedIds, Vec<Vec<u32>>); 2] {
     let lists: Vec<Vec<u32>> = (0..12u32).map(|t| vec![(t * 5) % 60, (t * 5 + 1) % 60, (t * 5 + 3) % 60]).collect();
-    [(AllowedIds::new(&SHARED), vec![SHARED.to_vec(); 12]), (of_lists(&lists), lists)]
+    [(AllowedIds::new(&SHARED), vec![SHARED.to_vec(); 12]), (per_position(&lists), lists)]
 }
 
 /// Heads, an adapter of the decoder included: every variable has the gradient of the head's own log-probabilities,
@@ -162,20 +171,15 @@ fn restricted_heads_equal_their_log_probabilities_renormalised() -> Result<()> {
             let terms = (0..12).map(of_target).collect::<candle_core::Result<Vec<_>>>()?;
             let expected = Tensor::stack(&terms, 0)?.mean_all()?.neg()?;
             let loss = restricted.loss(&hidden, &of_targets, &LossOptions::new())?;
-            compare("loss", &0, DType::F64, &loss.value.detach(), &expected.detach(), 1e-12)?;
-            let (found, expected) = (loss.backward()?, expected.backward()?);
-            let mut count = 0;
-            for var in &vars {
-                match (found.get(var), expected.get(var)) {
-                    (Some(a), Some(b)) => {
-                        compare("gradient", &var.dims(), DType::F64, a, b, 1e-11)?;
-                        count += 1;
-                    }
-                    (None, None) => {}
-                    (a, b) => panic!("{:?}: {} {}", var.dims(), a.is_some(), b.is_some()),
-                }
-            }
-            assert!(count >= 4);
+            assert_relative_eq!(numbers(&loss.value), numbers(&expected), max_relative = 1e-12);
+            let expected = read(&vars, &expected.backward()?);
+            assert_relative_eq!(
+                read(&vars, &loss.backward()?)[..],
+                expected[..],
+                epsilon = 1e-12,
+                max_relative = 1e-11
+            );
+            assert!(expected.iter().filter(|gradient| !gradient.is_empty()).count() >= 4);
             // Every method is the mixture's.
             let mixture = restricted.mixture(&hidden)?;
             let options = ScoreOptions::new().with_entropy(true);
@@ -190,14 +194,14 @@ fn restricted_heads_equal_their_log_probabilities_renormalised() -> Result<()> {
                 mixture.top_k(2)?.token_ids.flatten_all()?.to_vec1::<u32>()?
             );
             let sums = restricted.log_probs(&hidden)?.exp()?.sum(D::Minus1)?;
-            assert!(numbers(&sums).iter().all(|sum| (sum - 1.0).abs() < 1e-12));
+            assert_abs_diff_eq!(numbers(&sums), [1.0; 12], epsilon = 1e-12);
             let drawn = restricted.sample(&hidden, &mut Sampler::new(Sampling::new(), 3)?)?;
             assert_eq!(drawn.dims(), [3, 4]);
             let drawn = drawn.flatten_all()?.to_vec1::<u32>()?;
             assert!(drawn.iter().zip(&lists).all(|(id, list)| list.contains(id)));
         }
         assert_config(Restricted::new(head, AllowedIds::new(&[60])), "allowed ids", "below vocab_size 60, got 60");
-        let lists = Restricted::new(head, of_lists(&[vec![1]]))?;
+        let lists = Restricted::new(head, per_position(&[vec![1]]))?;
         assert_config(lists.log_probs(&hidden), "allowed ids", "each of 12 positions, got 1");
     }
     Ok(())
@@ -213,7 +217,7 @@ fn policy_losses_see_the_sets_of_the_tokens_that_count() -> Result<()> {
             targets[7] = 33; // in no set
             let token_ids = ids(&targets, &[3, 4]);
             let mask: Vec<u8> = (0..12u8).map(|t| u8::from(t % 3 != 0)).collect();
-            let advantages = Tensor::randn(0f64, 1., (3, 4), &Device::Cpu)?;
+            let advantages = uniform(&[3, 4], 1.7, 6)?;
             let batch = PolicyBatch::new(token_ids.clone(), advantages.clone()).with_mask(Tensor::from_vec(
                 mask.clone(),
                 (3, 4),
@@ -233,13 +237,9 @@ fn policy_losses_see_the_sets_of_the_tokens_that_count() -> Result<()> {
             let ratio = (log_prob - log_prob.detach())?.exp()?;
             let bonus = (scores.entropy.expect("asked for") * 0.1)?;
             let expected = (((ratio * advantages)?.neg()? - bonus)? * weights)?.sum_all()?;
-            compare("value", &0, DType::F64, &loss.value.detach(), &expected.detach(), 1e-12)?;
-            let (found, expected) = (loss.backward()?, expected.backward()?);
-            for var in &vars {
-                if let Some(expected) = expected.get(var) {
-                    compare("gradient", &var.dims(), DType::F64, found.get(var).expect("one"), expected, 1e-11)?;
-                }
-            }
+            assert_relative_eq!(numbers(&loss.value), numbers(&expected), epsilon = 1e-13, max_relative = 1e-12);
+            let [found, expected] = [loss.backward()?, expected.backward()?].map(|store| read(&vars, &store));
+            assert_relative_eq!(found[..], expected[..], epsilon = 1e-12, max_relative = 1e-11);
         }
     }
     Ok(())
@@ -257,10 +257,10 @@ fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
             let restricted = Restricted::new(head, allowed)?;
             let log_probs = restricted.log_probs(&hidden)?;
             // The teacher's distributions are over the same sets.
-            let noise = Tensor::randn(0f64, 1., (3, 4, 60), &Device::Cpu)?;
+            let noise = uniform(&[3, 4, 60], 1.7, 7)?;
             let log_teacher = log_softmax(&(&log_probs.detach() + noise)?, 2)?;
-            let of_lists = |ids: &Vec<u32>| ids.iter().take(2).copied().collect::<Vec<_>>();
-            let token_ids = ids(&lists.iter().flat_map(of_lists).collect::<Vec<_>>(), &[3, 4, 2]);
+            let two = |ids: &Vec<u32>| ids.iter().take(2).copied().collect::<Vec<_>>();
+            let token_ids = ids(&lists.iter().flat_map(two).collect::<Vec<_>>(), &[3, 4, 2]);
             let of_ids = log_teacher.gather(&token_ids, 2)?;
             for teacher in
                 [Teacher::from_log_probs(&log_teacher), Teacher::from_top_k(&token_ids, &of_ids, MissingIds::Tail)]
@@ -270,13 +270,10 @@ fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
                     let loss = restricted.distill(&hidden, &teacher, &options)?;
                     let expected =
                         Given(log_probs.reshape((12, 60))?).distill(&places(&[3, 4, 1])?, &teacher, &options)?;
-                    compare("value", &0, DType::F64, &loss.value.detach(), &expected.value.detach(), 1e-12)?;
-                    let (found, expected) = (loss.backward()?, expected.backward()?);
-                    for var in &vars {
-                        if let Some(expected) = expected.get(var) {
-                            compare("gradient", &0, DType::F64, found.get(var).expect("one"), expected, 1e-10)?;
-                        }
-                    }
+                    let value = numbers(&expected.value);
+                    assert_relative_eq!(numbers(&loss.value), value, epsilon = 1e-13, max_relative = 1e-12);
+                    let [found, expected] = [loss.backward()?, expected.backward()?].map(|store| read(&vars, &store));
+                    assert_relative_eq!(found[..], expected[..], epsilon = 1e-11, max_relative = 1e-10);
                 }
             }
         }
@@ -289,7 +286,7 @@ fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
 #[test]
 fn beam_search_never_leaves_the_set() -> Result<()> {
     let (_, heads, _) = heads()?;
-    let embeddings = Tensor::randn(0f64, 2., (60, 8), &Device::Cpu)?;
+    let embeddings = uniform(&[60, 8], 3.4, 8)?;
     let shared = SHARED;
     for head in &heads {
         let restricted = Restricted::new(head, AllowedIds::new(&shared))?;
@@ -316,7 +313,7 @@ fn beam_search_never_leaves_the_set() -> Result<()> {
             for (found, expected) in found.iter().zip(expected) {
                 assert!(found.token_ids.iter().all(|id| shared.contains(id)), "{found:?}");
                 assert_eq!(pairs(start, &found.token_ids), pairs(start, &expected.token_ids));
-                assert!((found.log_prob - expected.log_prob).abs() < 1e-9);
+                assert_abs_diff_eq!(found.log_prob, expected.log_prob, epsilon = 1e-9);
             }
         }
         assert_eq!(found.iter().flatten().count(), 12);
@@ -330,11 +327,11 @@ fn dropout_is_that_of_the_head() -> Result<()> {
     let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
     let config = MixtureConfig::new(8, 60, 2).with_context_dim(6).with_dropout(0.5);
     let head = MixtureOfSoftmaxes::new(&config, vb)?;
-    let hidden = Tensor::randn(0f32, 1., (4, 8), &Device::Cpu)?;
+    let hidden = uniform(&[4, 8], 1.7, 9)?.to_dtype(DType::F32)?;
     let restricted = Restricted::new(&head, AllowedIds::new(&[1, 2, 3]))?;
     let options = LossOptions::new().with_dropout(DropoutMasks::Seeded(3));
     let loss = |options: &LossOptions| -> Result<Loss> { restricted.loss(&hidden, &ids(&[1, 2, 3, 1], &[4]), options) };
     assert_eq!(numbers(&loss(&options)?.nll), numbers(&loss(&options)?.nll));
-    assert!(numbers(&loss(&LossOptions::evaluation())?.nll).iter().all(|nll| (nll - 3f64.ln()).abs() < 1e-6));
+    assert_abs_diff_eq!(numbers(&loss(&LossOptions::evaluation())?.nll), [3f64.ln(); 4], epsilon = 1e-6);
     Ok(())
 }

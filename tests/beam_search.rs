@@ -4,12 +4,12 @@ mod common;
 
 use std::cell::RefCell;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
-use common::check::numbers;
 use common::on_each_device;
+use common::values::{numbers, uniform};
 use mos_head::decode::{BeamSearch, Hypothesis, TopK};
 use mos_head::{Error, OutputLayer, Result, SoftmaxHead};
-use rand::{rngs::StdRng, Rng, SeedableRng};
 
 const VOCAB: usize = 5;
 const WIDTH: usize = 6;
@@ -27,16 +27,13 @@ struct Model {
 
 impl Model {
     fn new(seed: u64, device: &Device) -> Result<Self> {
-        let mut rng = StdRng::seed_from_u64(seed);
-        let mut tensor = |shape: &[usize], scale: f64| -> Result<Tensor> {
-            let values: Vec<f32> =
-                (0..shape.iter().product()).map(|_| rng.random_range(-scale..scale) as f32).collect();
-            Ok(Tensor::from_vec(values, shape, device)?)
+        let tensor = |shape: &[usize], bound: f64, i: u64| -> Result<Tensor> {
+            Ok(uniform(shape, bound, 3 * seed + i)?.to_dtype(DType::F32)?.to_device(device)?)
         };
         Ok(Model {
-            recurrent: tensor(&[WIDTH, WIDTH], 0.9)?,
-            embeddings: tensor(&[VOCAB, WIDTH], 1.5)?,
-            head: SoftmaxHead::from_tensors(tensor(&[VOCAB, WIDTH], 1.2)?, None)?,
+            recurrent: tensor(&[WIDTH, WIDTH], 0.9, 0)?,
+            embeddings: tensor(&[VOCAB, WIDTH], 1.5, 1)?,
+            head: SoftmaxHead::from_tensors(tensor(&[VOCAB, WIDTH], 1.2, 2)?, None)?,
         })
     }
 
@@ -102,11 +99,11 @@ on_each_device! {
                     let all = model.all(start, 4, alpha)?;
                     assert_eq!(found.len(), 12);
                     for (got, (tokens, log_prob, score, finished)) in found.iter().zip(&all) {
-                        assert!((got.score - score).abs() < 1e-4, "{got:?} {tokens:?} {score}");
-                        assert!((got.log_prob - model.log_prob_of(start, got)?).abs() < 1e-4);
+                        assert_abs_diff_eq!(got.score, *score, epsilon = 1e-4);
+                        assert_abs_diff_eq!(got.log_prob, model.log_prob_of(start, got)?, epsilon = 1e-4);
                         if all.iter().filter(|other| (other.2 - score).abs() < 1e-4).count() == 1 {
                             assert_eq!((&got.token_ids, got.finished), (tokens, *finished));
-                            assert!((got.log_prob - log_prob).abs() < 1e-4);
+                            assert_abs_diff_eq!(got.log_prob, *log_prob, epsilon = 1e-4);
                         }
                     }
                 }
@@ -124,10 +121,10 @@ on_each_device! {
                 assert_eq!(found.len(), 3);
                 assert!(found.windows(2).all(|pair| pair[0].score >= pair[1].score));
                 for hypothesis in found {
-                    assert!((hypothesis.log_prob - model.log_prob_of(start, &hypothesis)?).abs() < 1e-4);
+                    assert_abs_diff_eq!(hypothesis.log_prob, model.log_prob_of(start, &hypothesis)?, epsilon = 1e-4);
                     let length = hypothesis.token_ids.len() + usize::from(hypothesis.finished);
                     let penalty = ((5.0 + length as f64) / 6.0).powf(0.7);
-                    assert!((hypothesis.score - hypothesis.log_prob / penalty).abs() < 1e-9);
+                    assert_abs_diff_eq!(hypothesis.score, hypothesis.log_prob / penalty, epsilon = 1e-9);
                     assert!(length <= 12 && !hypothesis.token_ids.contains(&END));
                 }
             }
@@ -144,7 +141,7 @@ on_each_device! {
                 let alone = model.search(&search, &[start])?.remove(0);
                 for (a, b) in found.iter().zip(&alone) {
                     assert_eq!(a.token_ids, b.token_ids);
-                    assert!((a.log_prob - b.log_prob).abs() < 1e-5);
+                    assert_abs_diff_eq!(a.log_prob, b.log_prob, epsilon = 1e-5);
                 }
             }
         }

@@ -5,8 +5,10 @@ mod common;
 
 use std::collections::BTreeMap;
 
+use approx::assert_relative_eq;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
+use common::values::{central_differences, fill, gradient, numbers, tensor, Numbers};
 use common::{dtypes, on_each_device};
 use mos_head::parts::{CharCnn, CharCnnConfig};
 use mos_head::sampled::NoiseDistribution;
@@ -26,37 +28,12 @@ fn config() -> CharCnnConfig {
 fn variables(config: &CharCnnConfig, dtype: DType, device: &Device) -> Result<(VarMap, CharCnn)> {
     let vars = VarMap::new();
     let cnn = CharCnn::new(config, &WORDS, VarBuilder::from_varmap(&vars, dtype, device))?;
-    let mut state = 3u64;
-    let mut all: Vec<(String, Var)> = vars.data().lock().unwrap().clone().into_iter().collect();
-    all.sort_by(|a, b| a.0.cmp(&b.0));
-    for (_, var) in all {
-        let values = (0..var.elem_count()).map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 33) as f64 / (1u64 << 31) as f64 * 1.6 - 0.8
-        });
-        let values = Tensor::from_iter(values.collect::<Vec<f64>>(), &Device::Cpu)?.reshape(var.shape())?;
-        var.set(&values.to_dtype(dtype)?.to_device(device)?)?;
-    }
+    fill(&vars, 0.8)?;
     Ok((vars, cnn))
 }
 
 fn by_name(vars: &VarMap) -> BTreeMap<String, Var> {
     vars.data().lock().unwrap().clone().into_iter().collect()
-}
-
-fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    let tensor = tensor.to_device(&Device::Cpu)?.flatten_all()?;
-    Ok(tensor.to_dtype(DType::F64)?.to_vec1()?)
-}
-
-#[track_caller]
-fn close(name: &str, found: &Tensor, expected: &[f64], tolerance: f64) {
-    let found = numbers(found).unwrap();
-    assert_eq!(found.len(), expected.len(), "{name}");
-    let largest = expected.iter().fold(1e-6f64, |largest, x| largest.max(x.abs()));
-    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
-        assert!((found - expected).abs() <= tolerance * largest, "{name}[{i}]: {found}, expected {expected}");
-    }
 }
 
 /// A row by plain loops.
@@ -65,7 +42,7 @@ fn row(config: &CharCnnConfig, vars: &BTreeMap<String, Var>, entry: usize) -> Ve
         let tensor = vars[name].to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
         tensor.to_vec2().unwrap()
     };
-    let vector = |name: &str| numbers(vars[name].as_tensor()).unwrap();
+    let vector = |name: &str| numbers(&vars[name]);
     let mut alphabet: Vec<char> = WORDS.concat().chars().collect();
     alphabet.sort_unstable();
     alphabet.dedup();
@@ -124,20 +101,19 @@ on_each_device! {
                 DType::F16 => 1e-2,
                 _ => 6e-2,
             };
-            close("rows", &cnn.rows()?, &expected, tolerance);
+            assert_relative_eq!(numbers(&cnn.rows()?), expected, max_relative = tolerance);
             let some = cnn.rows_of(&Tensor::new(&[4u32, 0, 4, 2], device)?)?;
             let expected: Vec<f64> = [4, 0, 4, 2].into_iter().flat_map(|entry| row(&config, &vars, entry)).collect();
-            close("some rows", &some, &expected, tolerance);
+            assert_relative_eq!(numbers(&some), expected, max_relative = tolerance);
         }
         Ok(())
     }
 }
 
 /// The gradients by name, of a loss of each head.
-fn gradients(cnn: &CharCnn, vars: &VarMap, head: &str, options: &LossOptions) -> Result<BTreeMap<String, Tensor>> {
+fn gradients(cnn: &CharCnn, vars: &VarMap, head: &str, options: &LossOptions) -> Result<BTreeMap<String, Numbers>> {
     let vb = VarBuilder::from_varmap(vars, DType::F64, &Device::Cpu).pp("head");
-    let hidden =
-        Tensor::from_iter((0..20).map(|i| ((i * 7) % 13) as f64 / 6.0 - 1.0), &Device::Cpu)?.reshape((4, 5))?;
+    let hidden = tensor(&[4, 5], 1, DType::F64)?;
     let targets = Tensor::new(&[0u32, 2, 4, 8], &Device::Cpu)?;
     let config = MixtureConfig::new(5, WORDS.len(), 2).with_activation(ContextActivation::Identity);
     let head: Box<dyn OutputLayer> = match head {
@@ -146,33 +122,26 @@ fn gradients(cnn: &CharCnn, vars: &VarMap, head: &str, options: &LossOptions) ->
         _ => Box::new(MixtureOfSoftmaxes::with_char_cnn(&config, cnn.clone(), vb)?),
     };
     let gradients = head.loss(&hidden, &targets, options)?.backward()?;
-    let of = |(name, var): (String, Var)| Some((name, gradients.get(&var)?.clone()));
-    Ok(by_name(vars).into_iter().filter_map(of).collect())
+    Ok(by_name(vars).into_iter().filter_map(|(name, var)| Some((name, gradient(&gradients, &var)?))).collect())
 }
 
 #[test]
 fn every_gradient_equals_central_differences() -> Result<()> {
     let (vars, cnn) = variables(&config(), DType::F64, &Device::Cpu)?;
-    let upstream: Vec<f64> = (0..WORDS.len() * 5).map(|i| ((i * 5) % 11) as f64 / 5.0 - 1.0).collect();
-    let upstream = Tensor::new(upstream, &Device::Cpu)?.reshape((WORDS.len(), 5))?;
+    let upstream = tensor(&[WORDS.len(), 5], 1, DType::F64)?;
     let value = || -> Result<Tensor> { Ok((cnn.rows()? * &upstream)?.sum_all()?) };
     let found = value()?.backward()?;
-    for (name, var) in by_name(&vars) {
-        let values = numbers(var.as_tensor())?;
-        let set = |values: &[f64]| var.set(&Tensor::new(values, &Device::Cpu)?.reshape(var.shape())?);
-        let mut expected = Vec::new();
-        for i in 0..values.len() {
-            let mut ends = [0.0; 2];
-            for (end, step) in ends.iter_mut().zip([1e-6, -1e-6]) {
-                let mut moved = values.clone();
-                moved[i] += step;
-                set(&moved)?;
-                *end = value()?.to_scalar::<f64>()?;
-            }
-            expected.push((ends[0] - ends[1]) / 2e-6);
+    let vars = by_name(&vars);
+    let values = vars.iter().map(|(name, var)| (name.clone(), numbers(var).into_vec())).collect();
+    let expected = central_differences(&values, 1e-6, |moved| {
+        for (name, var) in &vars {
+            var.set(&Tensor::new(&*moved[name], &Device::Cpu)?.reshape(var.shape())?)?;
         }
-        set(&values)?;
-        close(&name, found.get(&var).unwrap(), &expected, 1e-7);
+        Ok(value()?.to_scalar()?)
+    })?;
+    for (name, var) in &vars {
+        let found = gradient(&found, var).unwrap().named(name);
+        assert_relative_eq!(found, expected[name], epsilon = 1e-13, max_relative = 1e-7);
     }
     Ok(())
 }
@@ -182,11 +151,11 @@ fn a_small_budget_changes_nothing_but_rounding() -> Result<()> {
     let (vars, cnn) = variables(&config(), DType::F64, &Device::Cpu)?;
     let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
     let small = CharCnn::new(&config().with_budget_bytes(1), &WORDS, vb)?;
-    close("rows", &small.rows()?, &numbers(&cnn.rows()?)?, 1e-14);
+    assert_relative_eq!(numbers(&small.rows()?), numbers(&cnn.rows()?), max_relative = 1e-14);
     let options = LossOptions::default();
     let (one, other) = (gradients(&cnn, &vars, "mos", &options)?, gradients(&small, &vars, "mos", &options)?);
     for (name, gradient) in one {
-        close(&name, &other[&name], &numbers(&gradient)?, 1e-12);
+        assert_relative_eq!(other[&name], gradient, epsilon = 1e-18, max_relative = 1e-12);
     }
     Ok(())
 }
@@ -205,13 +174,14 @@ fn every_head_has_the_gradients_of_a_matrix_of_these_rows() -> Result<()> {
         let leaf = Var::from_tensor(&rows.detach())?;
         let bias = by_name(&vars)["head.decoder.bias"].as_tensor().clone();
         let head = SoftmaxHead::from_tensors(leaf.as_tensor().clone(), Some(bias))?;
-        let hidden = Tensor::from_iter((0..20).map(|i| ((i * 7) % 13) as f64 / 6.0 - 1.0), &Device::Cpu)?;
+        let hidden = tensor(&[4, 5], 1, DType::F64)?;
         let targets = Tensor::new(&[0u32, 2, 4, 8], &Device::Cpu)?;
-        let of_rows = head.loss(&hidden.reshape((4, 5))?, &targets, &options)?.backward()?;
+        let of_rows = head.loss(&hidden, &targets, &options)?.backward()?;
         let expected = (&rows * of_rows.get(&leaf).unwrap())?.sum_all()?.backward()?;
         let found = gradients(&cnn, &vars, "softmax", &options)?;
         for (name, var) in by_name(&vars).into_iter().filter(|(name, _)| !name.starts_with("head")) {
-            close(&name, &found[&name], &numbers(expected.get(&var).unwrap())?, 1e-12);
+            let expected = gradient(&expected, &var).unwrap();
+            assert_relative_eq!(found[&name], expected, epsilon = 1e-18, max_relative = 1e-12);
         }
     }
     Ok(())
@@ -226,10 +196,11 @@ fn computed_rows_decode_like_the_matrix() -> Result<()> {
     let mos = MixtureOfSoftmaxes::with_char_cnn(&mixture, cnn, vb)?;
     assert_eq!(softmax.weight()?.dims(), [WORDS.len(), 5]);
     let heads: [&dyn OutputLayer; 2] = [&softmax, &mos];
-    let hidden = Tensor::randn(0f32, 1., (3, 5), &Device::Cpu)?;
+    let hidden = tensor(&[3, 5], 1, DType::F32)?;
     for head in heads {
         let frozen = head.frozen()?;
-        close("log_probs", &frozen.log_probs(&hidden)?, &numbers(&head.log_probs(&hidden)?)?, 1e-6);
+        let expected = numbers(&head.log_probs(&hidden)?);
+        assert_relative_eq!(numbers(&frozen.log_probs(&hidden)?), expected, max_relative = 1e-6);
         assert_eq!(
             frozen.top_k(&hidden, 3)?.token_ids.to_vec2::<u32>()?,
             head.top_k(&hidden, 3)?.token_ids.to_vec2::<u32>()?
@@ -245,7 +216,8 @@ fn other_spellings_have_rows_too() -> Result<()> {
     let uncorrected = config().with_correction(0);
     let cnn = CharCnn::new(&uncorrected, &WORDS, vb)?;
     let rows = cnn.rows_of_spellings(&["banana", "nab"])?;
-    close("rows", &rows.narrow(0, 0, 1)?, &numbers(&cnn.rows()?.narrow(0, 4, 1)?)?, 1e-14);
+    let expected = numbers(&cnn.rows()?.narrow(0, 4, 1)?);
+    assert_relative_eq!(numbers(&rows.narrow(0, 0, 1)?), expected, max_relative = 1e-14);
     assert_eq!(cnn.rows_of_spellings(&[] as &[&str])?.dims(), [0, 5]);
     let error = cnn.rows_of_spellings(&["nab", "nub"]).unwrap_err();
     assert_eq!(error.to_string(), "spellings: expected characters of the alphabet, got 'u' in \"nub\" at index 1");
@@ -338,27 +310,23 @@ fn sizes_that_no_machine_holds_are_errors_that_name_them() {
 fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
     let words: Vec<String> = (0..3000).map(|id| format!("{id:b}")).collect();
     let config = config().with_budget_bytes(1 << 20);
-    let gradients = |dtype: DType| -> Result<BTreeMap<String, Vec<f64>>> {
+    let gradients = |dtype: DType| -> Result<BTreeMap<String, Numbers>> {
         let vars = VarMap::new();
         let cnn = CharCnn::new(&config, &words, VarBuilder::from_varmap(&vars, dtype, &Device::Cpu))?;
-        for (name, var) in by_name(&vars) {
-            let salt = name.len();
-            let values = (0..var.elem_count()).map(|i| (((i + salt) * 37) % 101) as f64 / 80.0 - 0.6);
-            let values = Tensor::from_iter(values.collect::<Vec<_>>(), &Device::Cpu)?.to_dtype(DType::BF16)?;
-            var.set(&values.reshape(var.shape())?.to_dtype(dtype)?)?;
+        // The same numbers in every dtype.
+        for (seed, (_, var)) in by_name(&vars).into_iter().enumerate() {
+            var.set(&(tensor(var.dims(), seed, DType::BF16)? * 0.3)?.to_dtype(dtype)?)?;
         }
         let gradients = cnn.rows()?.mean_all()?.backward()?;
-        let of = |(name, var): (String, Var)| Ok((name, numbers(gradients.get(&var).unwrap())?));
-        by_name(&vars).into_iter().map(of).collect()
+        let read = |(name, var): (String, Var)| (name, gradient(&gradients, &var).unwrap());
+        Ok(by_name(&vars).into_iter().map(read).collect())
     };
     let expected = gradients(DType::F32)?;
     for dtype in [DType::BF16, DType::F16] {
         for (name, found) in gradients(dtype)? {
             // The correction's are those of candle's product.
             if !name.starts_with("correction") {
-                let scale = expected[&name].iter().fold(0f64, |scale, x| scale.max(x.abs()));
-                let error = found.iter().zip(&expected[&name]).map(|(a, b)| (a - b).abs()).fold(0f64, f64::max);
-                assert!(error < 0.02 * scale, "{name} {dtype:?}: {error} of {scale}");
+                assert_relative_eq!(found.named(&name), expected[&name], max_relative = 0.02);
             }
         }
     }

@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use checkpoint::{
@@ -442,7 +443,7 @@ fn a_head_of_loaded_rows_has_the_loss_of_the_whole() -> Result<()> {
             let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(3, shard.range().len(), 2), vb)?;
             let head = VocabParallel::new(head, shard.clone())?;
             let found = head.loss(&hidden, &targets, &LossOptions::new())?.value.to_scalar::<f32>()?;
-            assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+            assert_abs_diff_eq!(found, expected, epsilon = 1e-5);
         }
         Ok(())
     };

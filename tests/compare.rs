@@ -2,15 +2,15 @@
 
 mod common;
 
-use std::collections::BTreeMap;
-
-use candle_core::{DType, Device, Result};
+use approx::{abs_diff_eq, relative_eq};
+use candle_core::{DType, Device, Result, Tensor};
 use common::case::{upstream, Case, Head, Sizes};
-use common::check::{backward, gradients, numbers};
+use common::check::{backward, gradients, Gradients};
 use common::compare::{compare, Errors, Tolerance};
 use common::composed::Operands;
 use common::objective::Objective;
 use common::reference::{truth, Truth};
+use common::values::{numbers, Numbers};
 
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 const SIZES: Sizes = Sizes::new(6, 6, 3, 29);
@@ -20,7 +20,7 @@ struct Trial {
     dtype: DType,
     case: Case,
     truth: Truth,
-    composed: BTreeMap<&'static str, Vec<f64>>,
+    composed: Gradients,
 }
 
 impl Trial {
@@ -50,7 +50,7 @@ impl Trial {
         std::iter::once(nll)
             .chain(got.gradients.iter().map(gradient))
             .map(|(got, truth, name, tolerance)| {
-                compare(got, truth, self.composed.get(name).map(Vec::as_slice), tolerance)
+                compare(got, truth, self.composed.get(name).map(|numbers| &**numbers), tolerance)
             })
             .collect()
     }
@@ -76,9 +76,9 @@ fn rounding_errors_are_accepted() -> Result<()> {
     for dtype in DTYPES {
         let trial = Trial::new(dtype)?;
         let mut rounded = trial.truth.clone();
-        rounded.nll.clone_from(&trial.composed["nll"]);
+        rounded.nll = trial.composed["nll"].to_vec();
         for (name, gradient) in &mut rounded.gradients {
-            gradient.clone_from(&trial.composed[name]);
+            gradient.copy_from_slice(&trial.composed[name]);
         }
         for verdict in trial.judge(&rounded) {
             verdict.expect("the composed form is within twice its own error");
@@ -188,4 +188,86 @@ fn the_message_shows_the_first_mismatches() {
     let message = compare(&[1.0, 2.0], &[1.0, 3.0], None, Tolerance::value(DType::F64)).unwrap_err();
     assert!(message.contains("[1] got 2e0, expected 3e0"), "{message}");
     assert!(message.contains("1 of 2"), "{message}");
+}
+
+/// Numbers without a shape.
+fn given(values: &[f64]) -> Numbers {
+    values.to_vec().into()
+}
+
+#[test]
+fn closeness_is_relative_to_the_largest_number() {
+    let truth = [-8.0, 1.0, 0.0];
+    // Both errors are of the last number, which is zero.
+    assert!(relative_eq!(given(&[-8.0, 1.0, 7.99e-5]), truth, max_relative = 1e-5));
+    assert!(!relative_eq!(given(&[-8.0, 1.0, 8.01e-5]), truth, max_relative = 1e-5));
+    assert!(abs_diff_eq!(given(&[-8.0, 1.0, 7.99e-5]), truth, epsilon = 8e-5));
+    assert!(!abs_diff_eq!(given(&[-8.0, 1.0, 8.01e-5]), truth, epsilon = 8e-5));
+    // The larger of both bounds counts.
+    assert!(relative_eq!(given(&[-8.0, 1.0, 0.01]), truth, epsilon = 0.011, max_relative = 1e-5));
+    // An array that is too large does not raise its own bound.
+    assert!(!relative_eq!(given(&[-17.0, 1.0, 0.0]), truth, max_relative = 1.0));
+    assert!(!relative_eq!(given(&truth), [-17.0, 1.0, 0.0], max_relative = 1.0));
+}
+
+#[test]
+fn without_a_bound_numbers_are_equal() {
+    assert!(relative_eq!(given(&[1.0]), [1.0]) && abs_diff_eq!(given(&[1.0]), [1.0]));
+    let next = 1.0 + f64::EPSILON;
+    assert!(!relative_eq!(given(&[next]), [1.0]) && !abs_diff_eq!(given(&[next]), [1.0]));
+    assert!(!abs_diff_eq!(given(&[1e-300]), [0.0]));
+}
+
+#[test]
+fn numbers_that_are_not_finite_match_only_themselves() {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    let accepts = |found: &[f64], truth: &[f64]| {
+        let (relative, absolute) = (
+            relative_eq!(given(found), *truth, epsilon = f64::MAX, max_relative = 1.0),
+            abs_diff_eq!(given(found), *truth, epsilon = f64::MAX),
+        );
+        assert_eq!(relative, absolute);
+        relative
+    };
+    assert!(accepts(&[1.0, nan, inf, -inf], &[1.0, nan, inf, -inf]));
+    assert!(!accepts(&[nan, 1.0], &[1.0, nan]), "a NaN moved");
+    assert!(!accepts(&[1.0, 1.0], &[1.0, nan]), "a NaN lost");
+    assert!(!accepts(&[nan, 1.0], &[1.0, 1.0]), "a NaN made");
+    assert!(!accepts(&[-inf], &[inf]), "the other infinity");
+    assert!(!accepts(&[nan], &[inf]), "a NaN for an infinity");
+    assert!(!accepts(&[f64::MAX], &[inf]), "a large number for an infinity");
+    assert!(!accepts(&[inf], &[f64::MAX]), "an infinity for a large number");
+    // An infinity does not raise the bound of the others.
+    assert!(!relative_eq!(given(&[inf, 1.1]), [inf, 1.0], max_relative = 0.01));
+}
+
+#[test]
+fn numbers_of_another_length_or_shape_are_not_close() -> Result<()> {
+    assert!(!relative_eq!(given(&[1.0]), [1.0, 1.0], max_relative = 1.0), "a missing number");
+    assert!(!relative_eq!(given(&[1.0, 1.0]), [1.0], max_relative = 1.0), "a number too many");
+    assert!(!relative_eq!(given(&[]), [1.0], max_relative = 1.0), "no numbers");
+    let square = numbers(&Tensor::ones((2, 2), DType::F32, &Device::Cpu)?);
+    let row = numbers(&Tensor::ones((1, 4), DType::F32, &Device::Cpu)?);
+    assert!(!relative_eq!(square, row, max_relative = 1.0) && square != row, "another shape");
+    assert!(relative_eq!(square, [1.0; 4]) && square == [1.0; 4]);
+    // Of several arrays each counts for itself.
+    let (some, all) = ([given(&[1.0])], [given(&[1.0]), given(&[100.0])]);
+    assert!(!relative_eq!(some[..], all[..], max_relative = 1.0));
+    let near = [given(&[1.01]), given(&[100.0])];
+    assert!(!relative_eq!(near[..], all[..], max_relative = 1e-3));
+    Ok(())
+}
+
+#[test]
+fn a_dropped_column_is_not_close_in_any_dtype() -> Result<()> {
+    for (dtype, max_relative) in [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::BF16, 1.5e-2)] {
+        let trial = Trial::new(dtype)?;
+        let case = trial.with("decoder.bias", 0, f64::NEG_INFINITY);
+        let mutant = answer(&case);
+        for name in ["contexts", "decoder.weight", "decoder.bias"] {
+            let truth = &trial.truth.gradients[name];
+            assert!(!relative_eq!(given(&mutant.gradients[name]), *truth, max_relative = max_relative), "{name}");
+        }
+    }
+    Ok(())
 }

@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, D};
 use common::case::{upstream, weights, Case, Head, Logits, Sizes, HEADS};
-use common::check::{backward, build, gradients, numbers};
+use common::check::{backward, build, gradients};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::reference::truth;
+use common::values::numbers;
 use common::{exact, on_each_device};
 use mos_head::decode::{BeamSearch, Hypothesis, Sampler, Sampling, TopK};
 use mos_head::{

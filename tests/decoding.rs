@@ -2,10 +2,12 @@
 
 mod common;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
 use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
-use common::check::{build, numbers, Layer};
+use common::check::{build, Layer};
 use common::on_each_device;
+use common::values::{numbers, Numbers};
 use mos_head::decode::{Sampler, Sampling, TopK};
 use mos_head::{
     Distributions, DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, SoftmaxHead,
@@ -152,9 +154,7 @@ on_each_device! {
             let all = layer.log_probs(&tensors["hidden"])?;
             let expected = all.gather(&given.unsqueeze(2)?.to_dtype(DType::U32)?, 2)?.squeeze(2)?;
             let got = layer.log_prob(&tensors["hidden"], &given)?;
-            for (got, expected) in numbers(&got).into_iter().zip(numbers(&expected)) {
-                assert!((got - expected).abs() < 1e-5, "{got} {expected}");
-            }
+            assert_abs_diff_eq!(numbers(&got), numbers(&expected), epsilon = 1e-5);
             let error = layer.log_prob(&tensors["hidden"], &given.flatten_all()?).expect_err("another shape");
             assert!(matches!(error, Error::Shape { argument: "token_ids", .. }), "{error:?}");
         }
@@ -225,16 +225,14 @@ on_each_device! {
         let dtype = common::exact(device);
         let case = Case::random(Head::Mixture, SIZES, &[3], 7);
         let tensors = case.constants(dtype, device)?;
-        let Layer::Mixture(mixture) = Layer::new(&case, &tensors)? else { unreachable!() };
+        let mixture = case.mixture(dtype, device)?;
         let got = numbers(&mixture.clone().with_softcap(2.0)?.with_component_temperature(0.3)?.log_probs()?);
         let logits = tensors["contexts"].flatten(0, 1)?.matmul(&tensors["decoder.weight"].t()?)?;
         let logits = logits.broadcast_add(&tensors["decoder.bias"])?.reshape((3, 4, 30))?;
         let logits = ((logits / 2.0)?.tanh()? * (2.0 / 0.3))?;
         let components = candle_nn::ops::log_softmax(&logits, 2)?;
         let joint = components.broadcast_add(&tensors["log_priors"].unsqueeze(2)?)?;
-        for (got, expected) in got.into_iter().zip(numbers(&joint.log_sum_exp(1)?)) {
-            assert!((got - expected).abs() < 1e-5, "{got} {expected}");
-        }
+        assert_abs_diff_eq!(got, numbers(&joint.log_sum_exp(1)?), epsilon = 1e-5);
         for bad in [0.0, -1.0, f64::NAN] {
             assert!(mixture.with_component_temperature(bad).is_err());
         }
@@ -388,12 +386,11 @@ on_each_device! {
                         let lse = largest + z.iter().map(|z| (z - largest).exp()).sum::<f64>().ln();
                         let mut order: Vec<usize> = (0..vocab).collect();
                         order.sort_by(|&a, &b| z[b].total_cmp(&z[a]).then(a.cmp(&b)));
-                        for (j, &id) in order[..k].iter().enumerate() {
-                            let what = format!("{dtype:?} {vocab} {k} {t} {j}");
-                            assert_eq!(found[t * k + j], id as u32, "{what}");
-                            let (got, expected) = (log_probs[t * k + j], z[id] - lse);
-                            assert!(got == expected || (got - expected).abs() < 2e-2, "{what}: {got} {expected}");
-                        }
+                        let what = format!("{dtype:?} {vocab} {k} {t}");
+                        assert!(order[..k].iter().map(|&id| id as u32).eq(found[t * k..][..k].iter().copied()), "{what}");
+                        let expected: Vec<f64> = order[..k].iter().map(|&id| z[id] - lse).collect();
+                        let got = Numbers::from(log_probs[t * k..][..k].to_vec()).named(what);
+                        assert_abs_diff_eq!(got, expected, epsilon = 2e-2);
                     }
                 }
             }

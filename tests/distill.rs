@@ -3,11 +3,16 @@
 
 mod common;
 
+use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var, D};
-use candle_nn::ops::log_softmax;
 use candle_nn::{VarBuilder, VarMap};
+use common::case::Tensors;
+use common::check::{central_differences, gradients};
+use common::composed::log_softmax;
 use common::given::{places, Given};
-use common::scores::{check_central_differences, compare, Case};
+use common::problem::Problem;
+use common::scores::assert_near;
+use common::values::{self, numbers, uniform};
 use common::{dtypes, on_each_device};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::score::ChunkTerms;
@@ -16,8 +21,6 @@ use mos_head::{
     Distributions, DropoutMasks, Error, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer,
     Reduction, Result, SoftmaxHead,
 };
-use rand::{rngs::StdRng, Rng, SeedableRng};
-use rand_distr::StandardNormal;
 
 const DIVERGENCES: [Divergence; 4] =
     [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.5), Divergence::JensenShannon(0.1)];
@@ -34,8 +37,8 @@ enum Kind {
 
 #[derive(Clone, Debug)]
 struct Distill {
-    student: Case,
-    teacher: Case,
+    student: Problem,
+    teacher: Problem,
     kind: Kind,
     divergence: Divergence,
     hard_weight: f64,
@@ -53,25 +56,14 @@ fn weighted(probability: &Tensor, x: &Tensor) -> Result<Tensor> {
 impl Distill {
     fn new(positions: usize, components: usize, vocab: usize, kind: Kind, divergence: Divergence) -> Self {
         Distill {
-            student: Case::new(positions, components, 6, vocab),
-            teacher: Case { spread: 1.7, ..Case::new(positions, 2, 9, vocab) },
+            student: Problem::new(positions, components, 6, vocab),
+            teacher: Problem { spread: 1.7, ..Problem::new(positions, 2, 9, vocab) },
             kind,
             divergence,
             hard_weight: 0.0,
             weighted: false,
             ignores: false,
             reduction: Reduction::Mean,
-        }
-    }
-
-    fn mixture(case: &Case, [contexts, logits, weight, bias]: &[Tensor; 4]) -> Result<Mixture> {
-        let dtype = if contexts.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let log_priors = log_softmax(&logits.to_dtype(dtype)?, D::Minus1)?;
-        let log_priors = Some(&log_priors).filter(|_| case.components > 1);
-        let mixture = Mixture::new(contexts, log_priors, weight, Some(bias))?.with_logit_scale(case.logit_scale)?;
-        match case.softcap {
-            Some(cap) => mixture.with_softcap(cap),
-            None => Ok(mixture),
         }
     }
 
@@ -103,8 +95,9 @@ impl Distill {
     }
 
     /// The teacher's log-probabilities at temperature 1, `[positions, vocab]`, in f64.
-    fn log_teacher(&self, operands: &[Tensor; 4]) -> Result<Tensor> {
-        Ok(Case { temperature: 1.0, ..self.teacher }.composed_log_probs(operands)?)
+    fn log_teacher(&self, dtype: DType) -> Result<Tensor> {
+        let tensors = self.teacher.drawn(dtype).constants(DType::F64, &Device::Cpu)?;
+        Ok(self.teacher.composed_log_probs(&tensors)?)
     }
 
     /// The teacher's most probable ids, `[positions, n]`, and their log-probabilities in f64.
@@ -113,17 +106,12 @@ impl Distill {
         Ok((ids.clone(), log_teacher.gather(&ids, 1)?))
     }
 
-    fn teacher(&self, operands: &[Tensor; 4], device: &Device, dtype: DType) -> Result<Teacher> {
-        let in_f64: Vec<Tensor> =
-            operands.iter().map(|t| t.to_dtype(DType::F64)).collect::<candle_core::Result<_>>()?;
-        let log_teacher = self.log_teacher(&std::array::from_fn(|i| in_f64[i].clone()))?;
+    fn teacher(&self, device: &Device, dtype: DType) -> Result<Teacher> {
+        let log_teacher = self.log_teacher(dtype)?;
         let on = |tensor: Tensor, dtype: DType| tensor.to_dtype(dtype)?.to_device(device);
         let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         Ok(match self.kind {
-            Kind::Mixture => {
-                let operands = operands.each_ref().map(|t| t.to_device(device).expect("a copy"));
-                Teacher::from_mixture(&Self::mixture(&self.teacher, &operands)?)
-            }
+            Kind::Mixture => Teacher::from_mixture(&self.teacher.drawn(dtype).mixture(dtype, device)?),
             Kind::Tensor => Teacher::from_log_probs(&on(log_teacher, accumulation)?),
             Kind::List(n, missing) => {
                 let (ids, log_probs) = self.list(&log_teacher, n)?;
@@ -133,10 +121,10 @@ impl Distill {
     }
 
     /// The objective of each position from candle's operations.
-    fn composed(&self, student: &[Tensor; 4], teacher: &[Tensor; 4]) -> Result<Tensor> {
+    fn composed(&self, student: &Tensors, dtype: DType) -> Result<Tensor> {
         let log_q = self.student.composed_log_probs(student)?;
-        let log_teacher = self.log_teacher(teacher)?;
-        let tempered = |log_p: &Tensor| log_softmax(&(log_p / self.student.temperature)?, D::Minus1);
+        let log_teacher = self.log_teacher(dtype)?;
+        let tempered = |log_p: &Tensor| log_softmax(&(log_p / self.student.temperature)?);
         let (log_t, log_q) = match self.kind {
             Kind::Mixture | Kind::Tensor => (tempered(&log_teacher)?, log_q),
             Kind::List(n, missing) => {
@@ -172,7 +160,7 @@ impl Distill {
         }
         let ids: Vec<u32> = self.targets().into_iter().map(|id| id.max(0) as u32).collect();
         let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(1)?;
-        let plain = Case { temperature: 1.0, ..self.student }.composed_log_probs(student)?;
+        let plain = Problem { temperature: 1.0, ..self.student }.composed_log_probs(student)?;
         let nll = plain.gather(&ids, 1)?.squeeze(1)?.neg()?;
         Ok(((divergence * (1.0 - self.hard_weight))? + (nll * self.hard_weight)?)?)
     }
@@ -182,47 +170,30 @@ impl Distill {
     }
 
     fn check_on(&self, device: &Device, dtype: DType, tolerance: f64) -> Result<()> {
-        let operands = self.student.operands(dtype)?;
-        let vars = operands
-            .iter()
-            .map(|t| Var::from_tensor(&t.to_device(device)?))
-            .collect::<candle_core::Result<Vec<_>>>()?;
-        let truth = operands
-            .iter()
-            .map(|t| Var::from_tensor(&t.to_dtype(DType::F64)?))
-            .collect::<candle_core::Result<Vec<_>>>()?;
-        let of = |vars: &[Var]| -> [Tensor; 4] { std::array::from_fn(|i| vars[i].as_tensor().clone()) };
-        let of_teacher = self.teacher.operands(dtype)?;
-        let in_f64 = of_teacher.each_ref().map(|t| t.to_dtype(DType::F64).expect("a copy"));
-        let teacher = self.teacher(&of_teacher, device, dtype)?;
-        let loss = Self::mixture(&self.student, &of(&vars))?.distill(&teacher, &self.options(device, dtype)?)?;
+        let case = self.student.drawn(dtype);
+        let (vars, truth) = (case.variables(dtype, device)?, case.variables(DType::F64, &Device::Cpu)?);
+        let teacher = self.teacher(device, dtype)?;
+        let loss = self.student.mixture(&vars)?.distill(&teacher, &self.options(device, dtype)?)?;
 
-        let objective = self.composed(&of(&truth), &in_f64)?;
+        let objective = self.composed(&truth, dtype)?;
         let mut weights = self.weights();
         weights.iter_mut().zip(self.targets()).filter(|(_, id)| *id < 0).for_each(|(weight, _)| *weight = 0.0);
         let count: f64 = weights.iter().sum();
         let denominator = if self.reduction == Reduction::Mean { count } else { 1.0 };
         let expected = ((&objective * Tensor::new(weights.clone(), &Device::Cpu)?)?.sum_all()? / denominator)?;
-        compare("value", self, dtype, &loss.value, &expected, tolerance)?;
-        compare("sum", self, dtype, &loss.sum, &(&expected * denominator)?, tolerance)?;
-        assert!((loss.count.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar::<f64>()? - count).abs() < 1e-5);
         let counted: Vec<u32> = (0u32..).zip(&weights).filter(|(_, &w)| w != 0.0).map(|(t, _)| t).collect();
         let of_counted = objective.index_select(&Tensor::new(counted, &Device::Cpu)?, 0)?;
-        compare("nll", self, dtype, &loss.nll, &of_counted, tolerance)?;
-        let (found, expected) = (loss.backward()?, expected.backward()?);
-        for ((name, var), truth) in ["contexts", "log_priors", "weight", "bias"].into_iter().zip(&vars).zip(&truth) {
-            if self.student.components == 1 && name == "log_priors" {
-                continue;
-            }
-            let (Some(found), Some(expected)) = (found.get(var), expected.get(truth)) else {
-                panic!("{name} has no gradient: {self:?}");
-            };
-            let of_rounding = match dtype {
-                DType::F64 | DType::F32 => 0.0,
-                _ => 1e-2,
-            };
-            compare(name, self, dtype, found, expected, 4.0 * tolerance + of_rounding)?;
+        let name = format!("{self:?} in {dtype:?}");
+        for (found, expected) in
+            [(&loss.value, &expected), (&loss.sum, &(&expected * denominator)?), (&loss.nll, &of_counted)]
+        {
+            let found = numbers(found).named(&name);
+            assert_relative_eq!(found, numbers(expected), epsilon = 0.1 * tolerance, max_relative = tolerance);
         }
+        assert_abs_diff_eq!(numbers(&loss.count), [count], epsilon = 1e-5);
+        let of_rounding = if matches!(dtype, DType::F64 | DType::F32) { 0.0 } else { 1e-2 };
+        let (found, expected) = (gradients(&loss.backward()?, &vars), gradients(&expected.backward()?, &truth));
+        assert_near(&name, &found, &expected, 4.0 * tolerance + of_rounding);
         Ok(())
     }
 }
@@ -267,11 +238,11 @@ fn so_they_do_with_every_option() -> Result<()> {
                 Distill { hard_weight: 1.0, ..case() }.check(dtype, tolerance)?;
                 Distill { hard_weight: 0.3, ignores: true, weighted: true, ..case() }.check(dtype, tolerance)?;
                 Distill { ignores: true, reduction: Reduction::Sum, ..case() }.check(dtype, tolerance)?;
-                let of_student = |student: Case| Distill { student, ..case() };
+                let of_student = |student: Problem| Distill { student, ..case() };
                 let student = case().student;
-                of_student(Case { softcap: Some(1.5), logit_scale: 0.6, ..student }).check(dtype, tolerance)?;
-                of_student(Case { spread: 8.0, ..student }).check(dtype, 10.0 * tolerance)?;
-                let tempered = of_student(Case { temperature: 1.7, ..student });
+                of_student(Problem { softcap: Some(1.5), logit_scale: 0.6, ..student }).check(dtype, tolerance)?;
+                of_student(Problem { spread: 8.0, ..student }).check(dtype, 10.0 * tolerance)?;
+                let tempered = of_student(Problem { temperature: 1.7, ..student });
                 tempered.check(dtype, tolerance)?;
                 tempered.check(DType::F32, 1e-4)?;
                 if !matches!(kind, Kind::List(..)) {
@@ -291,7 +262,7 @@ on_each_device! {
                     let case = || Distill::new(5, 3, 37, kind, divergence);
                     case().check_on(device, dtype, 1e-4)?;
                     Distill { hard_weight: 0.3, ignores: true, weighted: true, ..case() }.check_on(device, dtype, 1e-4)?;
-                    let student = Case { temperature: 1.7, ..case().student };
+                    let student = Problem { temperature: 1.7, ..case().student };
                     Distill { student, ..case() }.check_on(device, dtype, 1e-4)?;
                 }
             }
@@ -304,7 +275,8 @@ on_each_device! {
 fn chunks_do_not_change_them() -> Result<()> {
     for kind in [Kind::Mixture, Kind::Tensor, Kind::List(8, MissingIds::Tail)] {
         let case = || Distill { ignores: true, ..Distill::new(61, 3, 300, kind, Divergence::ForwardKl) };
-        let of_budget = |bytes| Distill { student: Case { workspace_bytes: Some(bytes), ..case().student }, ..case() };
+        let of_budget =
+            |bytes| Distill { student: Problem { workspace_bytes: Some(bytes), ..case().student }, ..case() };
         let least = match of_budget(0).check(DType::F32, 1.0) {
             Err(Error::Workspace { least, .. }) => least,
             other => panic!("a workspace of 0 bytes: {other:?}"),
@@ -318,16 +290,12 @@ fn chunks_do_not_change_them() -> Result<()> {
 
 /// Two mixtures of four positions over 23 ids, and a variable that the first depends on.
 fn pair(seed: u64) -> Result<(Mixture, Mixture, Var)> {
-    let mut rng = StdRng::seed_from_u64(seed);
-    let mut normal = |shape: &[usize]| {
-        let values: Vec<f64> = (0..shape.iter().product()).map(|_| rng.sample(StandardNormal)).collect();
-        Tensor::from_vec(values, shape, &Device::Cpu)
-    };
-    let contexts = Var::from_tensor(&normal(&[4, 2, 5])?)?;
-    let weight = normal(&[23, 5])?;
-    let log_priors = log_softmax(&normal(&[4, 2])?, 1)?;
+    let random = |shape: &[usize], i: u64| uniform(shape, 1.7, 4 * seed + i);
+    let contexts = Var::from_tensor(&random(&[4, 2, 5], 0)?)?;
+    let weight = random(&[23, 5], 1)?;
+    let log_priors = log_softmax(&random(&[4, 2], 2)?)?;
     let student = Mixture::new(&contexts, Some(&log_priors), &weight, None)?;
-    let other = normal(&[4, 2, 5])?;
+    let other = random(&[4, 2, 5], 3)?;
     Ok((student, Mixture::new(&other, Some(&log_priors), &weight, None)?, contexts))
 }
 
@@ -346,29 +314,27 @@ fn the_laws_of_divergences_hold() -> Result<()> {
             let options = DistillOptions::new(divergence);
             let loss = student.distill(&Teacher::from_mixture(&student), &options)?;
             assert!((0.0..1e-14).contains(&loss.value.to_scalar::<f64>()?), "{divergence:?}");
-            let gradients = loss.backward()?;
-            let largest = gradients.get(&contexts).expect("a gradient").abs()?.max_all()?.to_scalar::<f64>()?;
-            assert!(largest < 1e-15, "{divergence:?}: {largest}");
+            let gradient = values::gradient(&loss.backward()?, &contexts).expect("a gradient");
+            assert_abs_diff_eq!(gradient, [0.0; 40], epsilon = 1e-15);
         }
         let symmetric = Divergence::JensenShannon(0.5);
-        let difference = value(&student, &teacher, symmetric)? - value(&teacher, &student, symmetric)?;
-        assert!(difference.abs() < 1e-14, "{difference}");
+        let swapped = value(&teacher, &student, symmetric)?;
+        assert_abs_diff_eq!(value(&student, &teacher, symmetric)?, swapped, epsilon = 1e-14);
         assert!(value(&student, &teacher, symmetric)? < 2f64.ln());
-        let difference =
-            value(&student, &teacher, Divergence::ForwardKl)? - value(&teacher, &student, Divergence::ReverseKl)?;
-        assert!(difference.abs() < 1e-13, "{difference}");
+        let reverse = value(&teacher, &student, Divergence::ReverseKl)?;
+        assert_abs_diff_eq!(value(&student, &teacher, Divergence::ForwardKl)?, reverse, epsilon = 1e-13);
         // Its limits at the ends, which peers replace by them.
         for (beta, limit) in [(1e-9, Divergence::ForwardKl), (1.0 - 1e-9, Divergence::ReverseKl)] {
             let scaled = value(&student, &teacher, Divergence::JensenShannon(beta))? / (beta * (1.0 - beta));
             let limit = value(&student, &teacher, limit)?;
-            assert!((scaled / limit - 1.0).abs() < 1e-4, "{scaled} {limit}");
+            assert_abs_diff_eq!(scaled / limit, 1.0, epsilon = 1e-4);
         }
         // A list of all ids is the distribution.
         let top = teacher.top_k(23)?;
         for divergence in DIVERGENCES {
             let list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
             let of_list = student.distill(&list, &DistillOptions::new(divergence))?.value.to_scalar::<f64>()?;
-            assert!((of_list - value(&student, &teacher, divergence)?).abs() < 1e-12, "{divergence:?}");
+            assert_abs_diff_eq!(of_list, value(&student, &teacher, divergence)?, epsilon = 1e-12);
         }
     }
     Ok(())
@@ -380,9 +346,8 @@ fn impossible_ids_have_finite_values_and_gradients() -> Result<()> {
     let bias: Vec<f64> = (0..30).map(|v| if v % 3 == 1 { f64::NEG_INFINITY } else { 0.0 }).collect();
     for dtype in [DType::F64, DType::F32] {
         let bias = Tensor::new(bias.clone(), &Device::Cpu)?.to_dtype(dtype)?;
-        let var =
-            |shape: (usize, usize)| Var::from_tensor(&Tensor::randn(0f64, 1.0, shape, &Device::Cpu)?.to_dtype(dtype)?);
-        let (contexts, weight) = (var((6, 5))?, var((30, 5))?);
+        let var = |shape: &[usize]| Var::from_tensor(&values::tensor(shape, shape[0], dtype).expect("numbers"));
+        let (contexts, weight) = (var(&[6, 5])?, var(&[30, 5])?);
         for (of_student, of_teacher) in [(Some(&bias), Some(&bias)), (None, Some(&bias))] {
             let student = Mixture::new(&contexts.unsqueeze(1)?, None, &weight, of_student)?;
             let other = (contexts.detach() * -0.5)?.unsqueeze(1)?;
@@ -431,13 +396,10 @@ fn padding_of_a_list_counts_as_missing() -> Result<()> {
             let options = DistillOptions::new(divergence).with_targets(targets).with_hard_weight(0.2);
             let plain = student.distill(&Teacher::from_top_k(&top.token_ids, &top.log_probs, missing), &options)?;
             let padded = student.distill(&Teacher::from_top_k(&ids, &log_probs, missing), &options)?;
-            let difference = (plain.value.to_scalar::<f64>()? - padded.value.to_scalar::<f64>()?).abs();
-            assert!(difference < 1e-14, "{divergence:?} {missing:?}: {difference}");
-            let (plain, padded) = (plain.backward()?, padded.backward()?);
-            let of =
-                |gradients: &candle_core::backprop::GradStore| gradients.get(&contexts).expect("a gradient").clone();
-            let difference = (of(&plain) - of(&padded))?.abs()?.max_all()?.to_scalar::<f64>()?;
-            assert!(difference < 1e-14, "{divergence:?} {missing:?}: {difference}");
+            assert_abs_diff_eq!(numbers(&plain.value), numbers(&padded.value), epsilon = 1e-14);
+            let [plain, padded] = [plain.backward()?, padded.backward()?]
+                .map(|store| values::gradient(&store, &contexts).expect("a gradient"));
+            assert_abs_diff_eq!(plain, padded, epsilon = 1e-14);
         }
     }
     Ok(())
@@ -454,13 +416,10 @@ fn a_tail_without_mass_stays_exact() -> Result<()> {
     let half = Tensor::new(&[[0.4f32.ln(), 0.4f32.ln()]], &Device::Cpu)?;
     let list = Teacher::from_top_k(&ids, &half, MissingIds::Tail);
     let loss = student.distill(&list, &DistillOptions::new(Divergence::ForwardKl))?;
-    let expected = 0.8 * (0.4f32 / 0.5).ln() + 0.2 * (0.2f32.ln() + 40.0);
-    assert!((loss.value.to_scalar::<f32>()? - expected).abs() < 1e-4, "{}", loss.value);
-    let gradients = loss.backward()?;
-    let of_weight = gradients.get(&weight).expect("a gradient").flatten_all()?.to_vec1::<f32>()?;
-    for (found, expected) in of_weight.into_iter().zip([0.5 - 0.4, 0.5 - 0.4, -0.1, -0.1]) {
-        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
-    }
+    let expected = 0.8 * (0.4f64 / 0.5).ln() + 0.2 * (0.2f64.ln() + 40.0);
+    assert_abs_diff_eq!(numbers(&loss.value), [expected], epsilon = 1e-4);
+    let gradient = values::gradient(&loss.backward()?, &weight).expect("a gradient");
+    assert_abs_diff_eq!(gradient, [0.5 - 0.4, 0.5 - 0.4, -0.1, -0.1], epsilon = 1e-5);
     Ok(())
 }
 
@@ -469,13 +428,16 @@ fn gradients_equal_central_differences() -> Result<()> {
     for divergence in DIVERGENCES {
         for kind in [Kind::Mixture, Kind::List(4, MissingIds::Tail)] {
             let case = Distill { hard_weight: 0.25, ..Distill::new(3, 2, 11, kind, divergence) };
-            let teacher = case.teacher(&case.teacher.operands(DType::F64)?, &Device::Cpu, DType::F64)?;
+            let teacher = case.teacher(&Device::Cpu, DType::F64)?;
             let options = case.options(&Device::Cpu, DType::F64)?;
-            let value = |operands: &[Tensor; 4]| Distill::mixture(&case.student, operands)?.distill(&teacher, &options);
-            let vars = case.student.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
-            let operands = vars.each_ref().map(|v| v.as_tensor().clone());
-            let gradients = value(&operands)?.backward()?;
-            check_central_differences(&vars, &gradients, |operands| Ok(value(operands)?.value))?;
+            let loss = |tensors: &Tensors| case.student.mixture(tensors)?.distill(&teacher, &options);
+            let vars = case.student.variables(DType::F64)?;
+            let expected = central_differences(&case.student.drawn(DType::F64), |moved| {
+                Ok(loss(&moved.constants(DType::F64, &Device::Cpu)?)?.value.to_scalar()?)
+            })?;
+            for (name, found) in gradients(&loss(&vars)?.backward()?, &vars) {
+                assert_abs_diff_eq!(found, expected[name], epsilon = 1e-8);
+            }
         }
     }
     Ok(())
@@ -486,8 +448,8 @@ fn gradients_equal_central_differences() -> Result<()> {
 fn every_output_layer_distills() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
-    let hidden = Tensor::randn(0f64, 1.0, (2, 3, 8), &Device::Cpu)?;
-    let teacher = SoftmaxHead::from_tensors(Tensor::randn(0f64, 1.0, (60, 8), &Device::Cpu)?, None)?;
+    let hidden = uniform(&[2, 3, 8], 1.7, 1)?;
+    let teacher = SoftmaxHead::from_tensors(uniform(&[60, 8], 1.7, 2)?, None)?;
     let top = teacher.top_k(&hidden, 5)?;
     let of_mixture = Teacher::from_mixture(&teacher.mixture(&hidden, DropoutMasks::Off)?);
     let of_list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
@@ -506,17 +468,12 @@ fn every_output_layer_distills() -> Result<()> {
                 let loss = student.distill(&hidden, teacher, &options)?;
                 let of_log_probs = Given(log_probs.reshape((6, 60))?);
                 let expected = of_log_probs.distill(&places(&[2, 3, 1])?, teacher, &options)?;
-                let (found, truth) = (loss.value.to_scalar::<f64>()?, expected.value.to_scalar::<f64>()?);
-                assert!((found - truth).abs() < 1e-12, "{divergence:?}: {found} {truth}");
+                assert_abs_diff_eq!(numbers(&loss.value), numbers(&expected.value), epsilon = 1e-12);
                 assert_eq!(loss.count.to_scalar::<f64>()?, 5.0);
-                let (found, truth) = (loss.backward()?, expected.backward()?);
-                for var in vars.all_vars() {
-                    let (found, truth) = (found.get(&var), truth.get(&var));
-                    assert_eq!(found.is_some(), truth.is_some());
-                    let Some((found, truth)) = found.zip(truth) else { continue };
-                    let difference = (found - truth)?.abs()?.max_all()?.to_scalar::<f64>()?;
-                    assert!(difference < 1e-12, "{divergence:?}: {difference}");
-                }
+                let vars = vars.all_vars();
+                let [found, expected] = [loss.backward()?, expected.backward()?]
+                    .map(|store| values::gradients(&store, vars.iter().map(Var::as_tensor)));
+                assert_abs_diff_eq!(found[..], expected[..], epsilon = 1e-12);
             }
         }
     }
@@ -531,13 +488,12 @@ fn a_loss_of_all_log_probabilities_has_its_gradient() -> Result<()> {
         Ok(ChunkTerms::new(squares.sum(1)?, (squares * 2.0)?))
     })?;
     let expected = (student.log_probs()? * 2.0)?.exp()?.sum_all()?;
-    assert!((loss.value.to_scalar::<f64>()? - expected.to_scalar::<f64>()?).abs() < 1e-13);
+    assert_abs_diff_eq!(numbers(&loss.value), numbers(&expected), epsilon = 1e-13);
     for _ in 0..2 {
         // The second backward pass computes them again.
-        let (found, expected) = (loss.backward()?, expected.backward()?);
-        let (found, expected) =
-            (found.get(&contexts).expect("a gradient"), expected.get(&contexts).expect("a gradient"));
-        assert!((found - expected)?.abs()?.max_all()?.to_scalar::<f64>()? < 1e-13);
+        let [found, expected] = [loss.backward()?, expected.backward()?]
+            .map(|store| values::gradient(&store, &contexts).expect("a gradient"));
+        assert_abs_diff_eq!(found, expected, epsilon = 1e-13);
     }
     let wrong = student.log_prob_loss(None, |chunk| Ok(ChunkTerms::new(chunk.log_probs.clone(), chunk.log_probs)));
     assert!(matches!(wrong.unwrap_err(), Error::Shape { argument: "values", .. }));

@@ -3,9 +3,11 @@
 
 mod common;
 
+use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::given::{places, Given};
+use common::values::{gradient, numbers, tensor, Numbers};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
@@ -23,9 +25,9 @@ fn no_positions_and_ignored_ones_have_no_loss() -> Result<()> {
     for positions in [0usize, 3] {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-        let weight = Var::randn(0f32, 1.0, (10, 4), &Device::Cpu)?;
+        let weight = Var::from_tensor(&tensor(&[10, 4], 1, DType::F32)?)?;
         let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
-        let log_probs = Tensor::randn(0f32, 1.0, (positions, 10), &Device::Cpu)?;
+        let log_probs = tensor(&[positions, 10], 2, DType::F32)?;
         let students: [Box<dyn OutputLayer>; 5] = [
             Box::new(head.clone()),
             Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(4, 10, 3), vb.pp("mos"))?),
@@ -38,7 +40,7 @@ fn no_positions_and_ignored_ones_have_no_loss() -> Result<()> {
         let of_ids = Tensor::zeros((positions, 2), DType::F32, &Device::Cpu)?;
         let full = Tensor::zeros((positions, 10), DType::F32, &Device::Cpu)?;
         for (i, student) in students.iter().enumerate() {
-            let hidden = Tensor::randn(0f32, 1.0, (positions, student.hidden_size()), &Device::Cpu)?;
+            let hidden = tensor(&[positions, student.hidden_size()], 3, DType::F32)?;
             for divergence in DIVERGENCES {
                 let lists = MISSING.map(|missing| (Teacher::from_top_k(&ids, &of_ids, missing), missing));
                 let finite = |missing| divergence != Divergence::ReverseKl || missing == MissingIds::Tail;
@@ -85,8 +87,7 @@ fn divergences(logits: [f64; 4], ids: &[i64], log_probs: &[f64], missing: Missin
         for other in
             [given.distill(&places(&[1, 1])?, &teacher, &options)?, restricted.distill(&hidden, &teacher, &options)?]
         {
-            let other = other.value.to_scalar::<f64>()?;
-            assert!((value - other).abs() < 1e-12, "{divergence:?} {missing:?}: {value} {other}");
+            assert_abs_diff_eq!(value, other.value.to_scalar::<f64>()?, epsilon = 1e-12);
         }
         *found = Some(value);
     }
@@ -96,11 +97,10 @@ fn divergences(logits: [f64; 4], ids: &[i64], log_probs: &[f64], missing: Missin
 #[test]
 fn a_list_of_padding_alone_has_all_ids_as_missing() -> Result<()> {
     let close = |found: [Option<f64>; 3], expected: [Option<f64>; 3]| {
-        let same = |(found, expected): (Option<f64>, Option<f64>)| match (found, expected) {
-            (Some(found), Some(expected)) => (found - expected).abs() < 1e-12,
-            (found, expected) => found == expected,
-        };
-        assert!(found.into_iter().zip(expected).all(same), "{found:?} {expected:?}");
+        // An absent one is as no number.
+        let [found, expected] =
+            [found, expected].map(|all| Numbers::from_iter(all.map(|value| value.unwrap_or(f64::NAN))));
+        assert_abs_diff_eq!(found, expected, epsilon = 1e-12);
     };
     // The ids of padding need not be in the vocabulary.
     for id in [2, -1, 1000] {
@@ -152,8 +152,7 @@ fn the_tail_of_a_list_is_exact() -> Result<()> {
             let q = 8f64.exp() / (8f64.exp() + 2.0);
             let expected = q * (1.0 - q) * ((q.ln() - log_prob) - ((1.0 - q).ln() - f64::ln(tail)));
             let gradient = loss.backward()?.get(&weight).expect("a gradient").flatten_all()?.to_vec1::<f32>()?;
-            let found = f64::from(gradient[0]);
-            assert!((found / expected - 1.0).abs() < 1e-5, "{tail} {dtype:?}: {found} {expected}");
+            assert_abs_diff_eq!(f64::from(gradient[0]), expected, epsilon = 1e-5 * expected.abs());
         }
     }
     Ok(())
@@ -181,12 +180,8 @@ fn a_mass_that_underflows_outside_a_list_has_its_gradient() -> Result<()> {
         let share = 1f64.exp() / (1.0 + 1f64.exp());
         let of_bias = [-0.1 * (1.0 - share), 0.1, -0.1 * share];
         for loss in [student.distill(&teacher, &options)?, given.distill(&places(&[1, 1])?, &teacher, &options)?] {
-            let value = loss.value.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-            assert!((value / expected - 1.0).abs() < 1e-6, "{dtype:?} K = {components}: {value} {expected}");
-            let gradient = loss.backward()?.get(&bias).expect("a gradient").to_dtype(DType::F64)?.to_vec1::<f64>()?;
-            for (found, expected) in gradient.iter().zip(of_bias) {
-                assert!((found - expected).abs() < 1e-5, "{dtype:?} K = {components}: {gradient:?} {of_bias:?}");
-            }
+            assert_relative_eq!(numbers(&loss.value), [expected], max_relative = 1e-6);
+            assert_abs_diff_eq!(gradient(&loss.backward()?, &bias).expect("a gradient"), of_bias, epsilon = 1e-5);
         }
     }
     Ok(())
@@ -289,7 +284,7 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
         if is_infinite {
             assert_eq!(position(loss), 0)
         } else {
-            assert!(loss?.value.to_scalar::<f64>()?.abs() < 1e-12)
+            assert_abs_diff_eq!(numbers(&loss?.value), [0.0], epsilon = 1e-12)
         }
     }
     Ok(())

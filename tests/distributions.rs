@@ -1,6 +1,11 @@
 //! Every result of every kind of distributions equals what is composed of its log-probabilities, with its gradients.
 
-use candle_core::{DType, Device, Tensor, Var, D};
+mod common;
+
+use approx::assert_abs_diff_eq;
+use candle_core::{DType, Device, Tensor, Var};
+use common::given::{places, Given};
+use common::values::{numbers, tensor, Numbers};
 use mos_head::decode::{Sampler, Sampling, TokenRequest};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::policy::{PolicyBatch, PolicyOptions};
@@ -12,16 +17,6 @@ use mos_head::{Distributions, Error, Loss, LossOptions, Mixture, OptionName, Out
 const VOCAB: usize = 30;
 const LEADING: [usize; 2] = [2, 3];
 
-/// Numbers of this shape that look random.
-fn tensor(shape: &[usize], factor: f64) -> Result<Tensor> {
-    let n: usize = shape.iter().product();
-    Ok(Tensor::from_vec((0..n).map(|i| (i as f64 * factor).sin() * 2.0).collect(), shape, &Device::Cpu)?)
-}
-
-fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
-}
-
 /// Ids that all sets of these tests allow.
 fn ids(shape: &[usize]) -> Result<Tensor> {
     let n: usize = shape.iter().product();
@@ -30,13 +25,13 @@ fn ids(shape: &[usize]) -> Result<Tensor> {
 
 fn mixture(contexts: &Var) -> Result<Mixture> {
     let components = contexts.dim(2)?;
-    let log_priors = candle_nn::ops::log_softmax(&tensor(&[&LEADING[..], &[components]].concat(), 0.9)?, 2)?;
+    let log_priors = candle_nn::ops::log_softmax(&tensor(&[&LEADING[..], &[components]].concat(), 1, DType::F64)?, 2)?;
     let log_priors = (components > 1).then_some(&log_priors);
-    Mixture::new(contexts, log_priors, &tensor(&[VOCAB, 5], 0.7)?, Some(&tensor(&[VOCAB], 0.3)?))
+    Mixture::new(contexts, log_priors, &tensor(&[VOCAB, 5], 2, DType::F64)?, Some(&tensor(&[VOCAB], 3, DType::F64)?))
 }
 
 /// A loss as its numbers and the gradient of the contexts.
-fn loss(found: &mut Vec<(String, Vec<f64>)>, name: &str, loss: &Loss, contexts: &Var) -> Result<()> {
+fn loss(found: &mut Vec<Numbers>, name: &str, loss: &Loss, contexts: &Var) -> Result<()> {
     let gradient = loss.backward()?.remove(contexts).expect("a gradient");
     for (field, tensor) in [
         ("value", &loss.value),
@@ -45,46 +40,43 @@ fn loss(found: &mut Vec<(String, Vec<f64>)>, name: &str, loss: &Loss, contexts: 
         ("nll", &loss.nll),
         ("gradient", &gradient),
     ] {
-        found.push((format!("{name}: {field}"), numbers(tensor)?));
+        found.push(numbers(tensor).named(format!("{name}: {field}")));
     }
     Ok(())
 }
 
 /// All results that a trait object has.
-fn results(distributions: &dyn Distributions, contexts: &Var) -> Result<Vec<(String, Vec<f64>)>> {
+fn results(distributions: &dyn Distributions, contexts: &Var) -> Result<Vec<Numbers>> {
     let mut found = Vec::new();
-    let mut add = |name: &str, tensor: &Tensor| -> Result<()> {
-        found.push((name.to_owned(), numbers(tensor)?));
-        Ok(())
-    };
+    let mut add = |name: &str, tensor: &Tensor| found.push(numbers(tensor).named(name));
     let (one, three) = (ids(&LEADING)?, ids(&[&LEADING[..], &[3]].concat())?);
-    add("log_probs", &distributions.log_probs()?)?;
-    add("log_prob", &distributions.log_prob(&three)?)?;
-    add("entropy", &distributions.entropy()?)?;
+    add("log_probs", &distributions.log_probs()?);
+    add("log_prob", &distributions.log_prob(&three)?);
+    add("entropy", &distributions.entropy()?);
     let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_argmax(true).with_temperature(1.3);
     let scores = distributions.score(&three, &options)?;
-    add("scores", &scores.log_prob)?;
-    add("score of the entropy", &scores.entropy.expect("asked for"))?;
-    add("score of the mass outside", &scores.log_outside.expect("asked for"))?;
-    add("score of the argmax", &scores.is_argmax.expect("asked for"))?;
+    add("scores", &scores.log_prob);
+    add("score of the entropy", &scores.entropy.expect("asked for"));
+    add("score of the mass outside", &scores.log_outside.expect("asked for"));
+    add("score of the argmax", &scores.is_argmax.expect("asked for"));
     let top = distributions.top_k(3)?;
-    add("top_k", &top.token_ids)?;
-    add("top_k of log-probabilities", &top.log_probs)?;
-    add("argmax", &distributions.argmax()?)?;
-    add("sample", &distributions.sample(&mut Sampler::new(Sampling::new().with_top_p(0.8), 3)?)?)?;
+    add("top_k", &top.token_ids);
+    add("top_k of log-probabilities", &top.log_probs);
+    add("argmax", &distributions.argmax()?);
+    add("sample", &distributions.sample(&mut Sampler::new(Sampling::new().with_top_p(0.8), 3)?)?);
     let request = TokenRequest::new(Sampling::new(), 4)?.with_best(2).with_entropy(true);
     for next in distributions.next_tokens(&[&request; 6])? {
         let best = next.best.iter().flat_map(|&(id, log_prob)| [f64::from(id), log_prob]);
         let numbers =
             [f64::from(next.token_id), next.log_prob, next.sampled_log_prob, next.entropy.expect("asked for")];
-        found.push(("next_tokens".into(), numbers.into_iter().chain(best).collect()));
+        found.push(Numbers::from_iter(numbers.into_iter().chain(best)).named("next_tokens"));
     }
     loss(&mut found, "loss", &distributions.loss(&one, &LossOptions::new())?, contexts)?;
     let mask = Tensor::new(&[[1u8, 0, 1], [1, 1, 0]], &Device::Cpu)?;
-    let batch = PolicyBatch::new(one.clone(), tensor(&LEADING, 1.1)?).with_mask(mask);
+    let batch = PolicyBatch::new(one.clone(), tensor(&LEADING, 4, DType::F64)?).with_mask(mask);
     let options = PolicyOptions::new().with_entropy(0.1);
     loss(&mut found, "policy_loss", &distributions.policy_loss(&batch, &options)?, contexts)?;
-    let teacher = candle_nn::ops::log_softmax(&tensor(&[&LEADING[..], &[VOCAB]].concat(), 0.4)?, 2)?;
+    let teacher = candle_nn::ops::log_softmax(&tensor(&[&LEADING[..], &[VOCAB]].concat(), 5, DType::F64)?, 2)?;
     // The teacher has only ids that every set allows, or else a divergence would be infinite.
     let listed = Tensor::full(0.25f64.ln(), three.shape(), &Device::Cpu)?;
     let weights = Tensor::new(&[[0f64, 1.0, 2.0], [1.0, 0.5, 1.0]], &Device::Cpu)?;
@@ -98,7 +90,7 @@ fn results(distributions: &dyn Distributions, contexts: &Var) -> Result<Vec<(Str
 }
 
 /// The results that take a function.
-fn results_of_functions(distributions: &impl Distributions, contexts: &Var) -> Result<Vec<(String, Vec<f64>)>> {
+fn results_of_functions(distributions: &impl Distributions, contexts: &Var) -> Result<Vec<Numbers>> {
     let mut found = Vec::new();
     for shape in [&LEADING[..], &[2, 3, 2], &[2, 3, 0]] {
         let options = ScoreOptions::new().with_entropy(true).with_outside(true);
@@ -122,46 +114,13 @@ fn results_of_functions(distributions: &impl Distributions, contexts: &Var) -> R
     Ok(found)
 }
 
-fn compare(found: &[(String, Vec<f64>)], expected: &[(String, Vec<f64>)]) {
-    assert_eq!(found.len(), expected.len());
-    for ((name, found), (_, expected)) in found.iter().zip(expected) {
-        assert_eq!(found.len(), expected.len(), "{name}");
-        for (a, b) in found.iter().zip(expected) {
-            assert!(a == b || (a - b).abs() <= 1e-9 * (1.0 + b.abs()), "{name}: {found:?} {expected:?}");
-        }
-    }
-}
-
 /// Compares the results with those that are composed of the log-probabilities.
 fn equals_its_log_probs(distributions: &dyn Distributions, contexts: &Var) -> Result<()> {
-    let rows = Rows(distributions.log_probs()?);
-    let composed = rows.distributions(&hidden()?, None)?;
-    compare(&results(distributions, contexts)?, &results(&*composed, contexts)?);
+    let given = Given(distributions.log_probs()?.reshape((6, VOCAB))?);
+    let composed = given.distributions(&places(&[2, 3, 1])?, None)?;
+    let (found, expected) = (results(distributions, contexts)?, results(&*composed, contexts)?);
+    assert_abs_diff_eq!(found[..], expected[..], epsilon = 1e-9);
     Ok(())
-}
-
-/// Hidden states, which say nothing.
-fn hidden() -> Result<Tensor> {
-    Ok(Tensor::zeros((2, 3, 1), DType::F64, &Device::Cpu)?)
-}
-
-/// A head of these log-probabilities.
-#[derive(Debug)]
-struct Rows(Tensor);
-
-impl OutputLayer for Rows {
-    fn hidden_size(&self) -> usize {
-        1
-    }
-    fn vocab_size(&self) -> usize {
-        VOCAB
-    }
-    fn loss(&self, _: &Tensor, _: &Tensor, _: &LossOptions) -> Result<Loss> {
-        unreachable!("its distributions have a loss")
-    }
-    fn log_probs(&self, _: &Tensor) -> Result<Tensor> {
-        Ok(self.0.clone())
-    }
 }
 
 #[test]
@@ -173,7 +132,7 @@ fn results_of_mixtures_and_of_allowed_ids_are_those_of_their_log_probabilities()
         AllowedIds::per_position(&lists, &(0..=6).map(|t| 4 * t).collect::<Vec<_>>())?,
     ];
     for components in [1, 3] {
-        let contexts = Var::from_tensor(&tensor(&[&LEADING[..], &[components, 5]].concat(), 0.37)?)?;
+        let contexts = Var::from_tensor(&tensor(&[&LEADING[..], &[components, 5]].concat(), 6, DType::F64)?)?;
         let mixture = mixture(&contexts)?;
         equals_its_log_probs(&mixture, &contexts)?;
         for allowed in &sets {
@@ -184,15 +143,16 @@ fn results_of_mixtures_and_of_allowed_ids_are_those_of_their_log_probabilities()
         let lists: Vec<u32> = (0..6).flat_map(|_| 0..VOCAB as u32).collect();
         let offsets: Vec<usize> = (0..=6).map(|t| VOCAB * t).collect();
         let all = mixture.restricted(&AllowedIds::per_position(&lists, &offsets)?)?;
-        compare(&results_of_functions(&all, &contexts)?, &results_of_functions(&mixture, &contexts)?);
+        let (found, expected) = (results_of_functions(&all, &contexts)?, results_of_functions(&mixture, &contexts)?);
+        assert_abs_diff_eq!(found[..], expected[..], epsilon = 1e-9);
     }
     Ok(())
 }
 
 #[test]
 fn a_position_without_leading_dimensions_has_a_loss_of_all_log_probabilities() -> Result<()> {
-    let contexts = Var::from_tensor(&tensor(&[1, 5], 0.37)?)?;
-    let mixture = Mixture::new(&contexts, None, &tensor(&[VOCAB, 5], 0.7)?, None)?;
+    let contexts = Var::from_tensor(&tensor(&[1, 5], 6, DType::F64)?)?;
+    let mixture = Mixture::new(&contexts, None, &tensor(&[VOCAB, 5], 2, DType::F64)?, None)?;
     let all: Vec<u32> = (0..VOCAB as u32).collect();
     let restricted = mixture.restricted(&AllowedIds::per_position(&all, &[0, VOCAB])?)?;
     let terms = |chunk: mos_head::score::ChunkLogProbs| {
@@ -201,11 +161,11 @@ fn a_position_without_leading_dimensions_has_a_loss_of_all_log_probabilities() -
     };
     let found = restricted.log_prob_loss(None, terms)?.value.to_scalar::<f64>()?;
     let expected = mixture.log_prob_loss(None, terms)?.value.to_scalar::<f64>()?;
-    assert!((found - expected).abs() < 1e-12, "{found} {expected}");
+    assert_abs_diff_eq!(found, expected, epsilon = 1e-12);
     let error = restricted.loss(&Tensor::new(VOCAB as u32, &Device::Cpu)?, &LossOptions::new()).expect_err("no id");
     assert!(matches!(error, Error::Target { position: 0, .. }), "{error}");
-    let rows = Rows(mixture.log_probs()?.unsqueeze(0)?);
-    let given = rows.distributions(&Tensor::zeros((1, 1), DType::F64, &Device::Cpu)?, None)?;
+    let rows = Given(mixture.log_probs()?.unsqueeze(0)?);
+    let given = rows.distributions(&places(&[1, 1])?, None)?;
     let error = given.loss(&Tensor::new(&[VOCAB as u32], &Device::Cpu)?, &LossOptions::new()).expect_err("no id");
     assert!(matches!(error, Error::Target { position: 0, .. }), "{error}");
     Ok(())
@@ -217,20 +177,19 @@ fn results_of_two_levels_are_those_of_their_log_probabilities() -> Result<()> {
     let vb = candle_nn::VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
     let config = AdaptiveConfig::new(8, VOCAB, vec![10, 20]).with_div_value(2.0);
     let head = AdaptiveSoftmax::new(&config, vb)?;
-    let hidden = Var::from_tensor(&tensor(&[&LEADING[..], &[8]].concat(), 0.37)?)?;
+    let hidden = Var::from_tensor(&tensor(&[&LEADING[..], &[8]].concat(), 6, DType::F64)?)?;
     equals_its_log_probs(&*head.distributions(&hidden, None)?, &hidden)?;
     // The positions of a selection are the leading dimension.
     let some = head.distributions(&hidden, Some(&[1, 4]))?.log_probs()?;
     let all = head.log_probs(&hidden)?.reshape((6, VOCAB))?;
-    assert_eq!(numbers(&some)?, numbers(&Tensor::stack(&[all.get(1)?, all.get(4)?], 0)?)?);
+    assert_eq!(numbers(&some), numbers(&Tensor::stack(&[all.get(1)?, all.get(4)?], 0)?));
     Ok(())
 }
 
 #[test]
 fn given_log_probabilities_have_no_components_and_no_smoothing() -> Result<()> {
-    let log_probs = candle_nn::ops::log_softmax(&tensor(&[2, 3, VOCAB], 0.4)?, D::Minus1)?;
-    let rows = Rows(log_probs);
-    let given = rows.distributions(&hidden()?, None)?;
+    let rows = Given(candle_nn::ops::log_softmax(&tensor(&[6, VOCAB], 5, DType::F64)?, 1)?);
+    let given = rows.distributions(&places(&[2, 3, 1])?, None)?;
     let error = given.sample(&mut Sampler::new(Sampling::new().with_ancestral(true), 1)?).expect_err("no components");
     assert!(matches!(error, Error::Unsupported { option: OptionName::Ancestral, .. }), "{error}");
     let error = given.loss(&ids(&LEADING)?, &LossOptions::new().with_label_smoothing(0.1)).expect_err("no smoothing");

@@ -3,9 +3,10 @@
 
 mod common;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor, Var};
-use common::check::numbers;
 use common::on_each_device;
+use common::values::{numbers, Numbers};
 use mos_head::{
     ContextActivation, Distributions, DropoutMasks, LossOptions, MixtureConfig, MixtureLayer, MixtureOfContexts,
     MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Reduction, Result,
@@ -78,7 +79,7 @@ on_each_device! {
             // Binomial, within six standard deviations: the mean of the contexts is preserved too.
             let rate = dropped as f64 / batch as f64;
             let deviation = (DROPOUT * (1.0 - DROPOUT) / batch as f64).sqrt();
-            assert!((rate - DROPOUT).abs() < 6.0 * deviation, "{head:?} drops {rate}");
+            assert_abs_diff_eq!(rate, DROPOUT, epsilon = 6.0 * deviation);
         }
         Ok(())
     }
@@ -126,9 +127,7 @@ on_each_device! {
         rows.iter().for_each(|row| counts[usize::from(mask(row))] += 1);
         let expected = batch as f64 / 8.0;
         let limit = 6.0 * (expected * 7.0 / 8.0).sqrt();
-        for (mask, &count) in counts.iter().enumerate() {
-            assert!((f64::from(count) - expected).abs() < limit, "mask {mask:03b} drawn {count} times of {batch}");
-        }
+        assert_abs_diff_eq!(Numbers::from_iter(counts.map(f64::from)), [expected; 8], epsilon = limit);
         Ok(())
     }
 
@@ -143,7 +142,7 @@ on_each_device! {
                 // The loss is log(1 + exp(-c)) with c the bias times its mask.
                 let slope = |nll: f64| -(1.0 - (-nll).exp()) * context(nll) / CONTEXT;
                 let expected: f64 = numbers(&loss.nll).into_iter().map(slope).sum();
-                assert!((got - expected).abs() < 1e-4, "{head:?} {reduction:?}: {got} is not {expected}");
+                assert_abs_diff_eq!(got, expected, epsilon = 1e-4);
             }
         }
         Ok(())
@@ -152,13 +151,12 @@ on_each_device! {
     fn dropout_is_off_in_evaluation_and_in_log_probs(device: &Device) -> Result<()> {
         for head in heads(0.5, device)? {
             let seen = contexts(head.as_ref(), (50, 2), &LossOptions::evaluation(), device)?;
-            assert!(seen.iter().flatten().all(|c| (c - CONTEXT).abs() < 1e-5), "{head:?}");
+            assert_abs_diff_eq!(Numbers::from(seen.concat()), [CONTEXT; 100], epsilon = 1e-5);
             let gradients_alone = LossOptions::new().with_dropout(DropoutMasks::Off);
             assert_eq!(contexts(head.as_ref(), (50, 2), &gradients_alone, device)?, seen, "{head:?}");
             let log_probs = head.log_probs(&Tensor::ones((50, 2, 1), DType::F32, device)?)?;
             let expected = -(1.0 + (-CONTEXT).exp()).ln();
-            let first = numbers(&log_probs.narrow(2, 0, 1)?);
-            assert!(first.iter().all(|x| (x - expected).abs() < 1e-5), "{head:?}");
+            assert_abs_diff_eq!(numbers(&log_probs.narrow(2, 0, 1)?), [expected; 100], epsilon = 1e-5);
         }
         Ok(())
     }
@@ -166,7 +164,7 @@ on_each_device! {
     fn without_dropout_the_contexts_are_unchanged(device: &Device) -> Result<()> {
         for head in heads(0.0, device)? {
             let seen = contexts(head.as_ref(), (50, 2), &LossOptions::new(), device)?;
-            assert!(seen.iter().flatten().all(|c| (c - CONTEXT).abs() < 1e-5), "{head:?}");
+            assert_abs_diff_eq!(Numbers::from(seen.concat()), [CONTEXT; 100], epsilon = 1e-5);
         }
         Ok(())
     }

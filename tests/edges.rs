@@ -2,11 +2,13 @@
 
 mod common;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor, Var, D};
 use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
-use common::check::{backward, build, gradients, numbers, Check, Layer};
+use common::check::{backward, build, gradients, Check, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
+use common::values::{numbers, Numbers};
 use common::{dtypes, exact, on_each_device};
 use mos_head::{Distributions, LossOptions, Mixture, OutputLayer, Reduction, Result};
 
@@ -248,11 +250,11 @@ on_each_device! {
             let weight = Tensor::zeros((2, 1), dtype, device)?;
             let mixture = Mixture::new(&hidden, Some(&log_priors), &weight, Some(&bias))?;
             let loss = mixture.loss(&Tensor::zeros(1, DType::U32, device)?, &LossOptions::new())?;
-            assert_eq!((numbers(&loss.value), numbers(&loss.nll)), (vec![0.0], vec![0.0]));
+            assert_eq!([numbers(&loss.value)[0], numbers(&loss.nll)[0]], [0.0; 2]);
             let gradients = loss.backward()?;
-            let expected = [-0.5, -0.5, -0.25, 0.25];
-            let found = [numbers(gradients.get(&log_priors).unwrap()), numbers(gradients.get(&bias).unwrap())].concat();
-            assert!(found.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-6), "{found:?}");
+            for (var, expected) in [(&log_priors, [-0.5, -0.5]), (&bias, [-0.25, 0.25])] {
+                assert_abs_diff_eq!(numbers(gradients.get(var).unwrap()), expected, epsilon = 1e-6);
+            }
         }
         Ok(())
     }
@@ -432,7 +434,7 @@ on_each_device! {
 }
 
 /// Negative log-likelihoods, losses without reduction, and log-probabilities.
-fn answers(case: &Case, dtype: DType, device: &Device) -> Result<(Vec<f64>, Vec<f64>, Vec<f64>)> {
+fn answers(case: &Case, dtype: DType, device: &Device) -> Result<(Numbers, Numbers, Numbers)> {
     let layer = Layer::new(case, &case.constants(dtype, device)?)?;
     let options = LossOptions::evaluation().with_reduction(Reduction::None);
     let loss = layer.loss(&case.target_tensor(device)?, &options)?;
@@ -440,12 +442,12 @@ fn answers(case: &Case, dtype: DType, device: &Device) -> Result<(Vec<f64>, Vec<
 }
 
 /// The negative log-likelihoods, and the gradient of the hidden states.
-fn ask(layer: &dyn OutputLayer, hidden: &Var, targets: &Tensor) -> Result<(Vec<f64>, Tensor)> {
+fn ask(layer: &dyn OutputLayer, hidden: &Var, targets: &Tensor) -> Result<(Numbers, Tensor)> {
     ask_view(layer, hidden, hidden, targets)
 }
 
 /// The same through a view of a variable.
-fn ask_view(layer: &dyn OutputLayer, view: &Tensor, variable: &Var, targets: &Tensor) -> Result<(Vec<f64>, Tensor)> {
+fn ask_view(layer: &dyn OutputLayer, view: &Tensor, variable: &Var, targets: &Tensor) -> Result<(Numbers, Tensor)> {
     let loss = layer.loss(view, targets, &LossOptions::new())?;
     let store = backward(&loss.value, &[1.0])?;
     let gradient = store.get(variable.as_tensor()).expect("a gradient of the hidden states");

@@ -6,12 +6,14 @@ mod common;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use approx::assert_relative_eq;
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::{VarBuilder, VarMap};
 use common::case::{upstream, weights};
-use common::check::{backward, numbers};
-use common::factorised::{build, central_differences, variables, Kind, HIDDEN, KINDS, VOCAB};
+use common::check::backward;
+use common::factorised::{build, Kind, HIDDEN, KINDS, VOCAB};
 use common::objective::Objective;
+use common::values::{central_differences, numbers, Numbers, Values};
 use common::{dtypes, exact, on, on_each_device};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
@@ -24,12 +26,9 @@ const LEAD: [usize; 2] = [3, 4];
 const TARGETS: [i64; 12] = [0, 22, 5, 3, -100, 9, 14, 15, 1, 5, 21, 8];
 const POSITIONS: usize = TARGETS.len();
 
-fn assert_near(name: &str, got: &[f64], expected: &[f64], tolerance: f64) {
-    assert_eq!(got.len(), expected.len(), "{name}");
-    let scale = expected.iter().fold(1.0, |scale: f64, x| scale.max(x.abs()));
-    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
-        assert!((got - expected).abs() <= tolerance * scale, "{name} [{i}]: {got} instead of {expected}");
-    }
+/// Demands that numbers differ by at most a share of the largest, which counts as at least one.
+fn assert_near(name: &str, found: &Numbers, expected: &(impl Values + ?Sized), tolerance: f64) {
+    assert_relative_eq!(found.clone().named(name), *expected, epsilon = tolerance, max_relative = tolerance);
 }
 
 fn tolerance(dtype: DType) -> f64 {
@@ -80,13 +79,12 @@ on_each_device! {
     fn losses_and_gradients_equal_the_formula(device: &Device) -> Result<()> {
         let dtype = exact(device);
         for (seed, kind) in (0..).zip(KINDS) {
-            let values = kind.random(&LEAD, seed)?;
-            let tensors = variables(&values, dtype, device)?;
-            let (head, hidden) = build(kind, &tensors, dtype, device)?;
+            let random = kind.random(&LEAD, seed)?;
+            let (head, hidden, tensors) = build(kind, &random, dtype, device)?;
             let targets = on(device, &Tensor::from_slice(&TARGETS, &LEAD, &Device::Cpu)?)?;
             for objective in objectives() {
                 let upstream = upstream(if objective.reduction == Reduction::None { POSITIONS } else { 1 }, 3);
-                let expected = kind.loss(&values, &TARGETS, &objective, &upstream);
+                let expected = kind.loss(&random.values, &TARGETS, &objective, &upstream);
                 let options = objective.apply(training(), &LEAD, device)?;
                 let loss = head.loss(&hidden, &targets, &options)?;
                 assert_fields(&loss, kind, &expected, tolerance(dtype));
@@ -95,9 +93,9 @@ on_each_device! {
                 assert_fields(&evaluation, kind, &expected, tolerance(dtype));
                 assert!(!evaluation.value.track_op());
 
-                let slopes = central_differences(&values, |values| {
-                    kind.loss(values, &TARGETS, &objective, &upstream).total
-                });
+                let slopes = central_differences(&random.values, 1e-5, |values| {
+                    Ok(kind.loss(values, &TARGETS, &objective, &upstream).total)
+                })?;
                 let gradients = backward(&loss.value, &upstream)?;
                 for (name, tensor) in &tensors {
                     let got = numbers(gradients.get(tensor).unwrap_or_else(|| panic!("no gradient of {name}")));
@@ -112,16 +110,15 @@ on_each_device! {
     fn log_probs_and_their_gradients_equal_the_formula(device: &Device) -> Result<()> {
         let dtype = exact(device);
         for (seed, kind) in (10..).zip(KINDS) {
-            let values = kind.random(&LEAD, seed)?;
-            let tensors = variables(&values, dtype, device)?;
-            let (head, hidden) = build(kind, &tensors, dtype, device)?;
+            let random = kind.random(&LEAD, seed)?;
+            let (head, hidden, tensors) = build(kind, &random, dtype, device)?;
             let log_probs = head.log_probs(&hidden)?;
             assert_eq!(log_probs.dims(), [3, 4, VOCAB]);
-            assert_near("log_probs", &numbers(&log_probs), &kind.log_probs(&values).concat(), tolerance(dtype));
+            assert_near("log_probs", &numbers(&log_probs), &kind.log_probs(&random.values).concat(), tolerance(dtype));
             let upstream = upstream(POSITIONS * VOCAB, 4);
-            let slopes = central_differences(&values, |values| {
-                kind.log_probs(values).concat().iter().zip(&upstream).map(|(x, u)| x * u).sum()
-            });
+            let slopes = central_differences(&random.values, 1e-5, |values| {
+                Ok(kind.log_probs(values).concat().iter().zip(&upstream).map(|(x, u)| x * u).sum())
+            })?;
             let gradients = backward(&log_probs, &upstream)?;
             for (name, tensor) in &tensors {
                 let got = numbers(gradients.get(tensor).unwrap_or_else(|| panic!("no gradient of {name}")));
@@ -133,11 +130,10 @@ on_each_device! {
 
     fn probabilities_sum_to_one_in_every_dtype(device: &Device) -> Result<()> {
         for (seed, kind) in (20..).zip(KINDS) {
-            let values = kind.random(&LEAD, seed)?;
-            let expected = kind.log_probs(&values).concat();
+            let random = kind.random(&LEAD, seed)?;
+            let expected = kind.log_probs(&random.values).concat();
             for &dtype in dtypes(device) {
-                let tensors = variables(&values, dtype, device)?;
-                let (head, hidden) = build(kind, &tensors, dtype, device)?;
+                let (head, hidden, tensors) = build(kind, &random, dtype, device)?;
                 assert_eq!((head.hidden_size(), head.vocab_size()), (HIDDEN, VOCAB));
                 let log_probs = head.log_probs(&hidden)?;
                 assert_eq!(log_probs.dtype(), dtype);
@@ -147,7 +143,7 @@ on_each_device! {
                 let targets = on(device, &Tensor::from_slice(&TARGETS, &LEAD, &Device::Cpu)?)?;
                 let loss = head.loss(&hidden, &targets, &training().with_ignore_index(-100))?;
                 let objective = Objective { ignore_index: Some(-100), ..Objective::default() };
-                let expected = kind.loss(&values, &TARGETS, &objective, &[1.0]);
+                let expected = kind.loss(&random.values, &TARGETS, &objective, &[1.0]);
                 assert_near("loss", &numbers(&loss.value), &expected.value, tolerance(dtype));
                 let gradients = loss.backward()?;
                 for (name, tensor) in &tensors {
@@ -162,11 +158,10 @@ on_each_device! {
     fn log_prob_is_that_of_the_given_ids(device: &Device) -> Result<()> {
         let dtype = exact(device);
         for (seed, kind) in (30..).zip(KINDS) {
-            let tensors = variables(&kind.random(&[VOCAB], seed)?, dtype, device)?;
-            let (head, hidden) = build(kind, &tensors, dtype, device)?;
+            let (head, hidden, _) = build(kind, &kind.random(&[VOCAB], seed)?, dtype, device)?;
             for ids in [DType::U8, DType::U32, DType::I64] {
                 let tokens = Tensor::arange(0u32, VOCAB as u32, device)?.to_dtype(ids)?;
-                let of_ids = head.log_probs(&hidden)?.gather(&tokens.to_dtype(DType::U32)?.unsqueeze(1)?, 1)?;
+                let of_ids = head.log_probs(&hidden)?.gather(&tokens.to_dtype(DType::U32)?.unsqueeze(1)?, 1)?.squeeze(1)?;
                 assert_near("log_prob", &numbers(&head.log_prob(&hidden, &tokens)?), &numbers(&of_ids), tolerance(dtype));
             }
         }
@@ -176,8 +171,7 @@ on_each_device! {
     fn every_way_to_the_gradients_gives_the_same(device: &Device) -> Result<()> {
         let dtype = exact(device);
         for (seed, kind) in (40..).zip(KINDS) {
-            let tensors = variables(&kind.random(&LEAD, seed)?, dtype, device)?;
-            let (head, hidden) = build(kind, &tensors, dtype, device)?;
+            let (head, hidden, tensors) = build(kind, &kind.random(&LEAD, seed)?, dtype, device)?;
             let targets = on(device, &Tensor::from_slice(&TARGETS, &LEAD, &Device::Cpu)?)?;
             let options = training().with_ignore_index(-100);
             let loss = head.loss(&hidden, &targets, &options)?;
@@ -203,8 +197,7 @@ on_each_device! {
     }
 
     fn a_cluster_without_a_target_gets_no_gradient(device: &Device) -> Result<()> {
-        let tensors = variables(&Kind::Adaptive.random(&[3], 50)?, DType::F32, device)?;
-        let (head, hidden) = build(Kind::Adaptive, &tensors, DType::F32, device)?;
+        let (head, hidden, tensors) = build(Kind::Adaptive, &Kind::Adaptive.random(&[3], 50)?, DType::F32, device)?;
         let targets = Tensor::new(&[2u32, 16, 0], device)?;
         let gradients = head.loss(&hidden, &targets, &LossOptions::new())?.backward()?;
         for (name, tensor) in &tensors {
@@ -217,8 +210,7 @@ on_each_device! {
     fn what_an_ignored_position_holds_reaches_no_gradient(device: &Device) -> Result<()> {
         for (seed, kind) in (60..).zip(KINDS) {
             for reduction in [Reduction::Mean, Reduction::None] {
-                let tensors = variables(&kind.random(&[4], seed)?, DType::F32, device)?;
-                let (head, hidden) = build(kind, &tensors, DType::F32, device)?;
+                let (head, hidden, tensors) = build(kind, &kind.random(&[4], seed)?, DType::F32, device)?;
                 let spoiled = Tensor::new(&[[1f32], [f32::NAN], [1.0], [1.0]], device)?;
                 let hidden = hidden.broadcast_mul(&spoiled)?;
                 let options = training().with_ignore_index(22).with_reduction(reduction);
@@ -237,8 +229,7 @@ on_each_device! {
     fn a_batch_without_targets_has_no_loss(device: &Device) -> Result<()> {
         for (seed, kind) in (70..).zip(KINDS) {
             for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
-                let tensors = variables(&kind.random(&[3], seed)?, DType::F32, device)?;
-                let (head, hidden) = build(kind, &tensors, DType::F32, device)?;
+                let (head, hidden, tensors) = build(kind, &kind.random(&[3], seed)?, DType::F32, device)?;
                 let options = training().with_ignore_index(7).with_reduction(reduction);
                 let loss = head.loss(&hidden, &Tensor::new(&[7u32, 7, 7], device)?, &options)?;
                 assert!(numbers(&loss.value).iter().all(|&x| x == 0.0) && loss.sum_and_count()? == (0.0, 0.0));
@@ -248,8 +239,7 @@ on_each_device! {
                     assert!(gradients.get(tensor).is_none_or(zero), "{name} of {kind:?}");
                 }
                 // No positions at all.
-                let tensors = variables(&kind.random(&[0, 2], seed)?, DType::F32, device)?;
-                let (head, hidden) = build(kind, &tensors, DType::F32, device)?;
+                let (head, hidden, _) = build(kind, &kind.random(&[0, 2], seed)?, DType::F32, device)?;
                 let targets = Tensor::zeros((0, 2), DType::U32, device)?;
                 let loss = head.loss(&hidden, &targets, &options)?;
                 assert_eq!((loss.nll.dims(), loss.sum_and_count()?), (&[0, 2][..], (0.0, 0.0)));
@@ -262,8 +252,7 @@ on_each_device! {
 
     fn hidden_states_need_not_be_contiguous(device: &Device) -> Result<()> {
         for (seed, kind) in (80..).zip(KINDS) {
-            let tensors = variables(&kind.random(&LEAD, seed)?, DType::F32, device)?;
-            let (head, hidden) = build(kind, &tensors, DType::F32, device)?;
+            let (head, hidden, tensors) = build(kind, &kind.random(&LEAD, seed)?, DType::F32, device)?;
             let targets = Tensor::new(&[[0u32, 22, 5, 3], [1, 9, 14, 15], [1, 5, 21, 8]], device)?;
             let (strided, of_strided) = (hidden.transpose(0, 1)?, targets.t()?);
             let loss = head.loss(&strided, &of_strided, &training())?;
@@ -280,10 +269,9 @@ on_each_device! {
     }
 
     fn the_dropout_of_a_mixture_is_that_of_the_options(device: &Device) -> Result<()> {
-        let tensors = variables(&Kind::AdaptiveMixture.random(&LEAD, 90)?, DType::F32, device)?;
-        let (head, hidden) = build(Kind::AdaptiveMixture, &tensors, DType::F32, device)?;
+        let (head, hidden, _) = build(Kind::AdaptiveMixture, &Kind::AdaptiveMixture.random(&LEAD, 90)?, DType::F32, device)?;
         let targets = Tensor::zeros(&LEAD, DType::U32, device)?;
-        let nll = |dropout| -> Result<Vec<f64>> {
+        let nll = |dropout| -> Result<_> {
             Ok(numbers(&head.loss(&hidden, &targets, &LossOptions::new().with_dropout(dropout))?.nll))
         };
         assert_eq!(nll(DropoutMasks::Seeded(1))?, nll(DropoutMasks::Seeded(1))?);
@@ -292,8 +280,7 @@ on_each_device! {
     }
 
     fn one_component_equals_the_plain_head(device: &Device) -> Result<()> {
-        let tensors = variables(&Kind::AdaptiveWithBias.random(&LEAD, 100)?, exact(device), device)?;
-        let (plain, hidden) = build(Kind::AdaptiveWithBias, &tensors, exact(device), device)?;
+        let (plain, hidden, tensors) = build(Kind::AdaptiveWithBias, &Kind::AdaptiveWithBias.random(&LEAD, 100)?, exact(device), device)?;
         let zeros = |shape: &[usize]| Tensor::zeros(shape, exact(device), device);
         let parts = MixtureTensors {
             prior_weight: zeros(&[1, HIDDEN])?,

@@ -5,23 +5,24 @@ mod common;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::{VarBuilder, VarMap};
-use common::check::numbers;
-use common::factorised::{build, variables, Kind, Values, CUTOFFS, HIDDEN, KINDS, VOCAB};
+use common::factorised::{build, Kind, Random, CUTOFFS, HIDDEN, KINDS, VOCAB};
+use common::values::numbers;
 use common::{exact, on_each_device};
 use mos_head::decode::{BeamSearch, Sampler, Sampling, TopK};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{Error, LossOptions, OptionName, OutputLayer, Reduction, Result, SoftmaxConfig, SoftmaxHead};
 
 /// The parameters of the root multiplied by a factor: its distribution is flat or peaked.
-fn sharpened(mut values: Values, factor: f64) -> Values {
-    for (name, (_, numbers)) in &mut values {
+fn sharpened(mut random: Random, factor: f64) -> Random {
+    for (name, numbers) in &mut random.values {
         if name.starts_with("head.") || name.starts_with("class.") {
             numbers.iter_mut().for_each(|x| *x *= factor);
         }
     }
-    values
+    random
 }
 
 fn assert_same_top_k(head: &dyn OutputLayer, hidden: &Tensor, k: usize, context: &str) -> Result<()> {
@@ -29,9 +30,7 @@ fn assert_same_top_k(head: &dyn OutputLayer, hidden: &Tensor, k: usize, context:
     assert_eq!(found.token_ids.dims(), expected.token_ids.dims());
     assert_eq!(numbers(&found.token_ids), numbers(&expected.token_ids), "{context}");
     assert_eq!(found.log_probs.dtype(), expected.log_probs.dtype());
-    for (found, expected) in numbers(&found.log_probs).iter().zip(numbers(&expected.log_probs)) {
-        assert!((found - expected).abs() < 1e-5, "{context}: {found} {expected}");
-    }
+    assert_abs_diff_eq!(numbers(&found.log_probs).named(context), numbers(&expected.log_probs), epsilon = 1e-5);
     Ok(())
 }
 
@@ -39,9 +38,8 @@ on_each_device! {
     fn top_k_equals_that_of_the_log_probabilities(device: &Device) -> Result<()> {
         for (seed, kind) in (0..).zip(KINDS) {
             for factor in [0.0, 1.0, 6.0] {
-                let values = sharpened(kind.random(&[5, 8], seed)?, factor);
-                let tensors = variables(&values, exact(device), device)?;
-                let (head, hidden) = build(kind, &tensors, exact(device), device)?;
+                let random = sharpened(kind.random(&[5, 8], seed)?, factor);
+                let (head, hidden, _) = build(kind, &random, exact(device), device)?;
                 for k in [1, 2, 7, VOCAB] {
                     assert_same_top_k(&head, &hidden, k, &format!("{kind:?}, {factor}, {k}"))?;
                 }
@@ -82,11 +80,11 @@ on_each_device! {
 
     fn a_cluster_that_cannot_win_is_not_computed(device: &Device) -> Result<()> {
         let kind = Kind::AdaptiveWithBias;
-        let mut values = kind.random(&[6], 7)?;
-        let bias = &mut values.get_mut("head.bias").expect("a bias").1;
+        let mut random = kind.random(&[6], 7)?;
+        let bias = random.values.get_mut("head.bias").expect("a bias");
         bias[CUTOFFS[0] + 1] = -100.0;
-        values.get_mut("tail.1.1.weight").expect("a cluster").1.fill(f64::NAN);
-        let (head, hidden) = build(kind, &variables(&values, DType::F32, device)?, DType::F32, device)?;
+        random.values.get_mut("tail.1.1.weight").expect("a cluster").fill(f64::NAN);
+        let (head, hidden, _) = build(kind, &random, DType::F32, device)?;
         let top = head.top_k(&hidden, 3)?;
         assert!(numbers(&top.log_probs).iter().all(|x| x.is_finite()));
         // All ids need every cluster; the error has the position in the batch.
@@ -96,21 +94,21 @@ on_each_device! {
 
     fn a_nan_distribution_is_an_error_with_its_position(device: &Device) -> Result<()> {
         for kind in KINDS {
-            let (head, hidden) = build(kind, &variables(&kind.random(&[3], 8)?, DType::F32, device)?, DType::F32, device)?;
+            let (head, hidden, _) = build(kind, &kind.random(&[3], 8)?, DType::F32, device)?;
             let spoiled = hidden.broadcast_mul(&Tensor::new(&[[1f32], [1.0], [f32::NAN]], device)?)?;
             assert!(matches!(head.top_k(&spoiled, 2), Err(Error::Distribution { position: 2 })));
             let mut sampler = Sampler::new(Sampling::new(), 1)?;
             assert!(matches!(head.sample(&spoiled, &mut sampler), Err(Error::Distribution { position: 2 })));
         }
         // In a cluster of which only the second position draws.
-        let mut values = Kind::AdaptiveWithBias.random(&[2], 9)?;
-        values.get_mut("tail.1.1.weight").expect("a cluster").1.fill(f64::NAN);
-        values.get_mut("head.weight").expect("a head").1.fill(0.0);
-        values.get_mut("head.weight").expect("a head").1[(CUTOFFS[0] + 1) * HIDDEN] = 100.0;
-        let hidden = &mut values.get_mut("hidden").expect("hidden states").1;
+        let mut random = Kind::AdaptiveWithBias.random(&[2], 9)?;
+        random.values.get_mut("tail.1.1.weight").expect("a cluster").fill(f64::NAN);
+        random.values.get_mut("head.weight").expect("a head").fill(0.0);
+        random.values.get_mut("head.weight").expect("a head")[(CUTOFFS[0] + 1) * HIDDEN] = 100.0;
+        let hidden = random.values.get_mut("hidden").expect("hidden states");
         (hidden[0], hidden[HIDDEN]) = (-1.0, 1.0);
         let kind = Kind::AdaptiveWithBias;
-        let (head, hidden) = build(kind, &variables(&values, DType::F32, device)?, DType::F32, device)?;
+        let (head, hidden, _) = build(kind, &random, DType::F32, device)?;
         let mut sampler = Sampler::new(Sampling::new(), 1)?;
         assert!(matches!(head.sample(&hidden, &mut sampler), Err(Error::Distribution { position: 1 })));
         assert!(matches!(head.top_k(&hidden, 1), Err(Error::Distribution { position: 1 })));
@@ -121,10 +119,10 @@ on_each_device! {
         // Draws are made on the host, whatever the device; an emulated one is slow.
         let draws = if device.is_cpu() { 20_000 } else { 500 };
         for (seed, kind) in (20..).zip(KINDS) {
-            let values = kind.random(&[1], seed)?;
-            let (head, one) = build(kind, &variables(&values, DType::F32, device)?, DType::F32, device)?;
+            let random = kind.random(&[1], seed)?;
+            let (head, one, _) = build(kind, &random, DType::F32, device)?;
             let hidden = one.broadcast_as((draws, HIDDEN))?;
-            let probs: Vec<f64> = kind.log_probs(&values)[0].iter().map(|x| x.exp()).collect();
+            let probs: Vec<f64> = kind.log_probs(&random.values)[0].iter().map(|x| x.exp()).collect();
             let squares: f64 = probs.iter().map(|p| p * p).sum();
             let tempered: Vec<f64> = probs.iter().map(|p| p * p / squares).collect();
             for (sampling, probs) in [
@@ -147,8 +145,7 @@ on_each_device! {
 
     fn the_same_seed_draws_the_same_ids(device: &Device) -> Result<()> {
         for (seed, kind) in (30..).zip(KINDS) {
-            let tensors = variables(&kind.random(&[2, 9], seed)?, DType::F32, device)?;
-            let (head, hidden) = build(kind, &tensors, DType::F32, device)?;
+            let (head, hidden, _) = build(kind, &kind.random(&[2, 9], seed)?, DType::F32, device)?;
             let draw = |sampling: &Sampling| -> Result<Tensor> {
                 head.sample(&hidden, &mut Sampler::new(sampling.clone(), 3)?)
             };
@@ -164,12 +161,8 @@ on_each_device! {
     }
 
     fn beam_search_finds_the_most_probable_ids(device: &Device) -> Result<()> {
-        let (head, hidden) = build(
-            Kind::AdaptiveMixture,
-            &variables(&Kind::AdaptiveMixture.random(&[2], 40)?, DType::F32, device)?,
-            DType::F32,
-            device,
-        )?;
+        let kind = Kind::AdaptiveMixture;
+        let (head, hidden, _) = build(kind, &kind.random(&[2], 40)?, DType::F32, device)?;
         let best = head.argmax(&hidden)?.to_vec1::<u32>()?;
         let end = (0..VOCAB as u32).find(|id| !best.contains(id)).expect("another id");
         let search = BeamSearch::new(end).with_width(1).with_max_length(1);
@@ -183,7 +176,7 @@ on_each_device! {
 
     fn what_is_not_supported_is_an_error_that_names_both(device: &Device) -> Result<()> {
         for (kind, name) in [(Kind::Adaptive, "AdaptiveSoftmax"), (Kind::Classes, "HierarchicalSoftmax")] {
-            let (head, hidden) = build(kind, &variables(&kind.random(&[2], 50)?, DType::F32, device)?, DType::F32, device)?;
+            let (head, hidden, _) = build(kind, &kind.random(&[2], 50)?, DType::F32, device)?;
             let targets = Tensor::new(&[1u32, 2], device)?;
             for (unsupported, options) in [
                 (OptionName::LabelSmoothing, LossOptions::new().with_label_smoothing(0.1)),
@@ -202,7 +195,7 @@ on_each_device! {
 
     fn a_wrong_argument_is_an_error_that_names_it(device: &Device) -> Result<()> {
         for kind in KINDS {
-            let (head, hidden) = build(kind, &variables(&kind.random(&[2], 60)?, DType::F32, device)?, DType::F32, device)?;
+            let (head, hidden, _) = build(kind, &kind.random(&[2], 60)?, DType::F32, device)?;
             let targets = Tensor::new(&[1i64, 22], device)?;
             let fails = |hidden: &Tensor, targets: &Tensor, options: LossOptions| {
                 head.loss(hidden, targets, &options).expect_err("a wrong argument")

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{embedding, linear, Linear, Module, VarBuilder, VarMap};
-use common::check::numbers;
 use common::compare::{assert_close, Tolerance};
+use common::values::{fill, numbers, tensor};
 use common::{exact, on_each_device};
 use mos_head::distill::{DistillOptions, Divergence, Teacher};
 use mos_head::parts::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig, Projection};
@@ -59,15 +59,6 @@ impl Projection for Own {
         let layer = Linear::new(self.layer.weight().detach(), self.layer.bias().map(Tensor::detach));
         Ok(Box::new(Own { layer, freezes: true }))
     }
-}
-
-/// Variables that are not zero, B of an adapter included.
-fn randomise(vars: &VarMap) -> Result<()> {
-    for var in vars.all_vars() {
-        let values = Tensor::randn(0f32, 0.4, var.shape(), &Device::Cpu)?;
-        var.set(&values.to_dtype(var.dtype())?.to_device(var.device())?)?;
-    }
-    Ok(())
 }
 
 fn adapter(d: usize, vb: VarBuilder) -> Result<LowRankAdapter> {
@@ -171,8 +162,9 @@ on_each_device! {
         let dtype = exact(device);
         let vars = VarMap::new();
         let heads = heads(&VarBuilder::from_varmap(&vars, dtype, device))?;
-        randomise(&vars)?;
-        let hidden = Var::from_tensor(&Tensor::randn(0f32, 1.0, (2, 3, HIDDEN), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)?;
+        // B of an adapter is not zero.
+    fill(&vars, 0.7)?;
+        let hidden = Var::from_tensor(&tensor(&[2, 3, HIDDEN], 1, dtype)?.to_device(device)?)?;
         for (name, head) in &heads {
             let expected = all_gradients(head, &hidden)?;
             let frozen = head.frozen()?;
@@ -192,7 +184,7 @@ on_each_device! {
 
     fn a_frozen_decoder_leaves_projection_and_adapter_their_gradients(device: &Device) -> Result<()> {
         let dtype = exact(device);
-        let hidden = Tensor::randn(0f32, 1.0, (3, HIDDEN), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+        let hidden = tensor(&[3, HIDDEN], 1, dtype)?.to_device(device)?;
         let targets = Tensor::new(&[0u32, 5, 18], device)?;
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, dtype, device);
@@ -200,7 +192,8 @@ on_each_device! {
         let plain = MixtureOfSoftmaxes::new(&config, vb.clone())?;
         let before = plain.clone().with_adapter(adapter(4, vb.clone())?)?;
         let rows = MixtureOfSoftmaxes::with_char_cnn(&config, cnn(4, vb.clone())?, vb.clone())?;
-        randomise(&vars)?;
+        // B of an adapter is not zero.
+    fill(&vars, 0.7)?;
         let [projection, of_adapter] =
             [&["latent.bias", "latent.weight", "prior.weight"], &["adapter.lora_A.weight", "adapter.lora_B.weight"][..]];
         let both = [of_adapter, projection].concat();
@@ -228,7 +221,7 @@ fn a_projection_of_ones_own_is_not_frozen_by_default() -> Result<()> {
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     let own = Own { layer: linear(HIDDEN, 12, vb.pp("own"))?, freezes: false };
     let head = Head::from_parts(own, Decoder::new(&DecoderConfig::new(VOCAB, 4), vb)?)?;
-    let hidden = Tensor::randn(0f32, 1.0, (3, HIDDEN), &Device::Cpu)?;
+    let hidden = tensor(&[3, HIDDEN], 1, DType::F32)?;
     let targets = Tensor::new(&[0u32, 5, 18], &Device::Cpu)?;
     let gradients = head.frozen()?.loss(&hidden, &targets, &LossOptions::new())?.backward()?;
     assert_eq!(trained(&vars, &gradients), ["own.bias", "own.weight"]);

@@ -3,16 +3,16 @@
 
 mod common;
 
-use candle_core::{DType, Device, Tensor, Var, D};
-use candle_nn::ops::log_softmax;
+use approx::assert_relative_eq;
+use candle_core::{DType, Device, Tensor};
 use common::case::{Case, Head, Logits, Sizes};
-use common::check::{backward, gradients, numbers, Layer};
+use common::check::{backward, gradients, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
-use common::scores::compare;
+use common::values::{numbers, Numbers};
 use common::{dtypes, on_each_device};
 use mos_head::score::ScoreOptions;
-use mos_head::{ContextActivation, Distributions, LossOptions, Mixture, Reduction, Result};
+use mos_head::{ContextActivation, Distributions, LossOptions, Reduction, Result};
 use serde_json::Value;
 
 fn golden() -> Value {
@@ -44,6 +44,7 @@ fn case(golden: &Value, key: &str, head: Head) -> Case {
         lead: vec![size("rows")],
         activation: ContextActivation::Tanh,
         logits: Logits::PLAIN,
+        transposed: false,
         values: names.into_iter().filter_map(operand).collect(),
         targets: integers(&stored["targets"]),
     }
@@ -179,46 +180,38 @@ fn scores_equal_pytorch() -> Result<()> {
     let (positions, d, vocab, n) = (size("positions"), size("d"), size("vocab"), size("n"));
     for case in golden["cases"].as_array().expect("a list") {
         let components = case["components"].as_u64().expect("a number") as usize;
-        let shapes: [(&str, &[usize]); 4] = [
-            ("contexts", &[positions, components, d]),
-            ("logits", &[positions, components]),
-            ("weight", &[vocab, d]),
-            ("bias", &[vocab]),
-        ];
-        let tensor = |values: &Value, shape: &[usize]| Tensor::from_vec(floats(values), shape, &Device::Cpu);
+        let names = ["contexts", "log_priors", "decoder.weight", "decoder.bias"].into_iter();
+        let names = names.zip(["contexts", "logits", "weight", "bias"]);
+        let values = names.clone().map(|(name, stored)| (name, floats(&case["operands"][stored])));
+        let operands = Case {
+            head: Head::Mixture,
+            sizes: Sizes::new(0, d, components, vocab),
+            lead: vec![positions],
+            activation: ContextActivation::Tanh,
+            logits: Logits { softcap: case["softcap"].as_f64(), ..Logits::PLAIN },
+            transposed: false,
+            values: values.collect(),
+            targets: vec![],
+        };
         let ids: Vec<i64> = integers(&case["token_ids"]);
         let ids = Tensor::from_vec(ids, (positions, n), &Device::Cpu)?;
         for (dtype, tolerance) in [(DType::F64, 1e-13), (DType::F32, 1e-5)] {
-            let var = |(name, shape): (&str, &[usize])| {
-                Var::from_tensor(&tensor(&case["operands"][name], shape)?.to_dtype(dtype)?)
-            };
-            let vars = shapes.map(|of| var(of).expect("a variable"));
-            let [contexts, logits, weight, bias] = vars.each_ref().map(|v| v.as_tensor());
-            let mixture = Mixture::new(contexts, Some(&log_softmax(logits, D::Minus1)?), weight, Some(bias))?;
-            let mixture = match case["softcap"].as_f64() {
-                Some(cap) => mixture.with_softcap(cap)?,
-                None => mixture,
-            };
+            let vars = operands.variables(dtype, &Device::Cpu)?;
+            let mixture = operands.operands(&vars)?.mixture(operands.logits)?;
             let temperature = case["temperature"].as_f64().expect("a number");
             let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
             let scores = mixture.score(&ids, &options)?;
             let entropy = scores.entropy.expect("asked for");
-            compare(
-                "log_prob",
-                case,
-                dtype,
-                &scores.log_prob,
-                &tensor(&case["log_prob"], &[positions, n])?,
-                tolerance,
-            )?;
-            compare("entropy", case, dtype, &entropy, &tensor(&case["entropy"], &[positions])?, tolerance)?;
+            let near = |name: &str, found: Numbers| {
+                let values = case.get(name).unwrap_or_else(|| &case["gradients"][name]);
+                let found = found.named(format!("{name} of {components} in {dtype:?}"));
+                assert_relative_eq!(found, floats(values), epsilon = 0.1 * tolerance, max_relative = tolerance);
+            };
+            near("log_prob", numbers(&scores.log_prob));
+            near("entropy", numbers(&entropy));
             let found = Tensor::cat(&[scores.log_prob, entropy.unsqueeze(1)?], 1)?;
-            let upstream = tensor(&case["upstream"], &[positions, n + 1])?.to_dtype(dtype)?;
-            let gradients = (found * upstream)?.sum_all()?.backward()?;
-            for ((name, shape), var) in shapes.into_iter().zip(&vars) {
-                let found = gradients.get(var).expect("a gradient");
-                compare(name, case, dtype, found, &tensor(&case["gradients"][name], shape)?, tolerance)?;
-            }
+            let found = gradients(&backward(&found, &floats(&case["upstream"]))?, &vars);
+            names.clone().for_each(|(name, stored)| near(stored, found[name].clone()));
         }
     }
     Ok(())

@@ -3,20 +3,21 @@
 
 mod common;
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
+use approx::assert_abs_diff_eq;
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use candle_nn::{Embedding, VarBuilder, VarMap};
 use common::case::{upstream, weights, Case, Head, Sizes, Tensors, ENTRIES, HEADS};
-use common::check::{backward, gradients, numbers, Check, Layer};
+use common::check::{backward, central_differences, gradients, Check, Gradients, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::composed::Operands;
 use common::objective::Objective;
 use common::reference::truth;
+use common::values::numbers;
 use common::{dtypes, exact, on_each_device};
 use mos_head::{
     ContextActivation, Distributions, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes,
@@ -27,12 +28,7 @@ const SIZES: Sizes = Sizes::new(5, 3, 3, 7);
 const REDUCTIONS: [Reduction; 3] = [Reduction::Mean, Reduction::Sum, Reduction::None];
 
 /// The gradients of every operand of `case`, under `upstream`.
-fn found(
-    case: &Case,
-    tensors: &Tensors,
-    objective: &Objective,
-    upstream: &[f64],
-) -> Result<BTreeMap<&'static str, Vec<f64>>> {
+fn found(case: &Case, tensors: &Tensors, objective: &Objective, upstream: &[f64]) -> Result<Gradients> {
     let device = tensors["decoder.weight"].device();
     let options = objective.options(&case.lead, device)?;
     let loss = Layer::new(case, tensors)?.loss(&case.target_tensor(device)?, &options)?;
@@ -68,7 +64,6 @@ on_each_device! {
     }
 
     fn every_gradient_equals_central_differences(device: &Device) -> Result<()> {
-        const STEP: f64 = 1e-5;
         if exact(device) != DType::F64 {
             return Ok(());
         }
@@ -78,25 +73,15 @@ on_each_device! {
                 let objective = Objective::reduced(reduction);
                 let upstream = upstream(if reduction == Reduction::None { 4 } else { 1 }, 1);
                 let options = objective.apply(LossOptions::evaluation(), &case.lead, device)?;
-                let value = |case: &Case| -> Result<f64> {
+                let expected = central_differences(&case, |case| {
                     let layer = Layer::new(case, &case.constants(DType::F64, device)?)?;
                     let value = numbers(&layer.loss(&case.target_tensor(device)?, &options)?.value);
                     Ok(value.iter().zip(&upstream).map(|(a, b)| a * b).sum())
-                };
+                })?;
                 let tensors = case.variables(DType::F64, device)?;
                 for (name, gradient) in found(&case, &tensors, &objective, &upstream)? {
-                    for (i, slope) in gradient.into_iter().enumerate() {
-                        let moved = |step: f64| {
-                            let mut moved = case.clone();
-                            moved.values.get_mut(name).expect(name)[i] += step;
-                            value(&moved)
-                        };
-                        let difference = (moved(STEP)? - moved(-STEP)?) / (2.0 * STEP);
-                        assert!(
-                            (difference - slope).abs() <= 1e-8,
-                            "{head:?} {reduction:?} {name}[{i}]: {slope} is not {difference}"
-                        );
-                    }
+                    let gradient = gradient.named(format!("{name} of {head:?}, {reduction:?}"));
+                    assert_abs_diff_eq!(gradient, expected[name], epsilon = 1e-8);
                 }
             }
         }
@@ -423,7 +408,7 @@ on_each_device! {
                 let found = gradients(&backward(&log_probs, &upstream)?, &tensors);
                 for (name, truth) in &truth {
                     let got = found.get(name).unwrap_or_else(|| panic!("{head:?}: no gradient of {name}"));
-                    let rounded = Some(rounded[name].as_slice());
+                    let rounded = Some(&*rounded[name]);
                     assert_close(&format!("{head:?} {name}"), got, truth, rounded, Tolerance::gradient(dtype));
                 }
             }

@@ -1,10 +1,12 @@
 //! Components that start alike.
 
+mod common;
+
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
+use common::values::{numbers, tensor, uniform, Numbers};
 use mos_head::{Error, LossOptions, MixtureConfig, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Result};
-use rand::{rngs::StdRng, Rng, SeedableRng};
-use rand_distr::StandardNormal;
 
 const HIDDEN: usize = 60;
 const CONTEXT: usize = 50;
@@ -15,9 +17,8 @@ fn config() -> MixtureConfig {
 }
 
 fn latent_weight() -> Result<Tensor> {
-    let mut rng = StdRng::seed_from_u64(1);
-    let values: Vec<f32> = (0..COMPONENTS * CONTEXT * HIDDEN).map(|_| rng.sample(StandardNormal)).collect();
-    Ok(Tensor::from_vec(values, (COMPONENTS * CONTEXT, HIDDEN), &Device::Cpu)?)
+    // Of variance one.
+    Ok(uniform(&[COMPONENTS * CONTEXT, HIDDEN], 3f64.sqrt(), 1)?.to_dtype(DType::F32)?)
 }
 
 /// The mean product of the values of two components.
@@ -33,11 +34,10 @@ fn components_are_as_alike_as_the_spread_says_and_keep_their_scale() -> Result<(
         let alike = config().similar_components(&weight, spread)?;
         let shared = (1.0 - spread * spread) as f32;
         for i in 0..COMPONENTS {
-            assert!((correlation(&alike, i, i)? - 1.0).abs() < 0.1, "spread {spread}, component {i}");
+            assert_abs_diff_eq!(correlation(&alike, i, i)?, 1.0, epsilon = 0.1);
             for j in 0..i {
                 let expected = if j == 0 { shared.sqrt() } else { shared };
-                let found = correlation(&alike, i, j)?;
-                assert!((found - expected).abs() < 0.1, "spread {spread}, components {i} and {j}: {found}");
+                assert_abs_diff_eq!(correlation(&alike, i, j)?, expected, epsilon = 0.1);
             }
         }
     }
@@ -84,14 +84,11 @@ fn components_without_spread_are_one_softmax() -> Result<()> {
         latent_bias: narrow(&alike.latent_bias)?,
         ..alike.clone()
     };
-    let hidden = Tensor::randn(0f32, 1.0, (5, HIDDEN), &Device::Cpu)?;
-    let log_probs = |tensors| -> Result<Vec<f32>> {
-        let head = MixtureOfSoftmaxes::from_tensors(tensors, config().activation)?;
-        Ok(head.log_probs(&hidden)?.flatten_all()?.to_vec1()?)
+    let hidden = tensor(&[5, HIDDEN], 1, DType::F32)?;
+    let log_probs = |tensors| -> Result<Numbers> {
+        Ok(numbers(&MixtureOfSoftmaxes::from_tensors(tensors, config().activation)?.log_probs(&hidden)?))
     };
-    for (found, expected) in log_probs(alike)?.iter().zip(log_probs(one)?) {
-        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
-    }
+    assert_abs_diff_eq!(log_probs(alike)?, log_probs(one)?, epsilon = 1e-5);
     Ok(())
 }
 
@@ -106,7 +103,7 @@ fn equal_components_with_zero_priors_get_equal_gradients() -> Result<()> {
     prior.set(&prior.zeros_like()?)?;
     bias.set(&bias.zeros_like()?)?;
     weight.set(&config().similar_components(&weight, 0.0)?)?;
-    let hidden = Tensor::randn(0f64, 1.0, (5, HIDDEN), &Device::Cpu)?;
+    let hidden = tensor(&[5, HIDDEN], 1, DType::F64)?;
     let targets = Tensor::new(&[1u32, 2, 3, 4, 5], &Device::Cpu)?;
     let gradients = head.loss(&hidden, &targets, &LossOptions::new())?.backward()?;
     let of = |var: &Var| gradients.get(var).expect("a gradient").to_vec2::<f64>();

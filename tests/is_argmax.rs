@@ -2,45 +2,29 @@
 
 mod common;
 
-use candle_core::{DType, Device, Tensor, D};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use common::check::numbers;
-use common::scores::Case;
+use common::problem::Problem;
+use common::values::{numbers, uniform, Numbers};
 use common::{dtypes, exact, on, on_each_device};
 use mos_head::score::{ChunkTerms, ScoreOptions, Scores};
 use mos_head::sets::AllowedIds;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    Distributions, Error, LossOptions, Mixture, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OptionName,
-    OutputLayer, Result, SoftmaxConfig, SoftmaxHead,
+    Distributions, Error, LossOptions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OptionName, OutputLayer,
+    Result, SoftmaxConfig, SoftmaxHead,
 };
 
-/// The mixture of a case on a device.
-fn mixture(case: &Case, dtype: DType, device: &Device) -> Result<Mixture> {
-    let [contexts, logits, weight, bias] = case.operands(dtype)?;
-    let accumulation = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    let log_priors = candle_nn::ops::log_softmax(&logits.to_dtype(accumulation)?, D::Minus1)?.to_device(device)?;
-    let log_priors = Some(&log_priors).filter(|_| case.components > 1);
-    let of = |tensor: &Tensor| tensor.to_device(device);
-    let mixture = Mixture::new(&of(&contexts)?, log_priors, &of(&weight)?, Some(&of(&bias)?))?;
-    let mixture = mixture.with_logit_scale(case.logit_scale)?;
-    match case.softcap {
-        Some(cap) => mixture.with_softcap(cap),
-        None => Ok(mixture),
-    }
-}
-
 /// The most probable ids of the operands in f64.
-fn truth(case: &Case, dtype: DType) -> Result<Vec<u32>> {
-    let operands = case.operands(dtype)?.map(|operand| operand.to_dtype(DType::F64));
-    let [a, b, c, d] = operands;
-    let untempered = Case { temperature: 1.0, masked: false, ..*case };
-    let log_probs = untempered.composed_log_probs(&[a?, b?, c?, d?])?.to_vec2::<f64>()?;
+fn truth(case: &Problem, dtype: DType) -> Result<Vec<u32>> {
+    let untempered = Problem { temperature: 1.0, masked: false, ..*case };
+    let tensors = case.drawn(dtype).constants(DType::F64, &Device::Cpu)?;
+    let log_probs = untempered.composed_log_probs(&tensors)?.to_vec2::<f64>()?;
     let best = |row: &Vec<f64>| (0..row.len()).fold(0, |best, id| if row[id] > row[best] { id } else { best }) as u32;
     Ok(log_probs.iter().map(best).collect())
 }
 
-fn bits(is_argmax: &Option<Tensor>) -> Vec<f64> {
+fn bits(is_argmax: &Option<Tensor>) -> Numbers {
     numbers(is_argmax.as_ref().expect("asked for"))
 }
 
@@ -50,17 +34,17 @@ on_each_device! {
             [(1, 1, 9, 1), (2, 1, 9, 2), (5, 3, 9, 37), (9, 1, 16, 600), (40, 4, 9, 131), (7, 15, 20, 1030)]
         {
             for &dtype in dtypes(device) {
-                let plain = Case { entropy: false, ..Case::new(positions, components, d, vocab) };
+                let plain = Problem { entropy: false, ..Problem::new(positions, components, d, vocab) };
                 for case in [
                     plain,
-                    Case { entropy: true, ..plain },
-                    Case { outside: vocab > 3, ..plain },
-                    Case { temperature: 0.6, ..plain },
-                    Case { spread: 6.0, ..plain },
-                    Case { softcap: Some(2.0), logit_scale: 0.7, ..plain },
-                    Case { transposed: true, ..plain },
+                    Problem { entropy: true, ..plain },
+                    Problem { outside: vocab > 3, ..plain },
+                    Problem { temperature: 0.6, ..plain },
+                    Problem { spread: 6.0, ..plain },
+                    Problem { softcap: Some(2.0), logit_scale: 0.7, ..plain },
+                    Problem { transposed: true, ..plain },
                 ] {
-                    let (mixture, best) = (mixture(&case, dtype, device)?, truth(&case, dtype)?);
+                    let (mixture, best) = (case.drawn(dtype).mixture(dtype, device)?, truth(&case, dtype)?);
                     let options = case.options().with_is_argmax(true);
                     let other = |t: usize| (best[t] + 1 + t as u32 % 5) % vocab as u32;
                     let name = format!("{case:?} {dtype:?}");
@@ -89,9 +73,9 @@ on_each_device! {
 
     fn losses_tell_it_with_every_option(device: &Device) -> Result<()> {
         for components in [1, 4] {
-            let case = Case::new(30, components, 9, 300);
+            let case = Problem::new(30, components, 9, 300);
             let dtype = exact(device);
-            let (mixture, best) = (mixture(&case, dtype, device)?, truth(&case, dtype)?);
+            let (mixture, best) = (case.drawn(dtype).mixture(dtype, device)?, truth(&case, dtype)?);
             let target = |(t, &best): (usize, &u32)| match t % 4 {
                 0 => -1,
                 1 => (i64::from(best) + 3) % 300,
@@ -118,15 +102,13 @@ on_each_device! {
 
     fn of_equals_the_lowest_is_it(device: &Device) -> Result<()> {
         for components in [1, 3] {
-            let case = Case::new(12, components, 8, 900);
-            let [contexts, logits, weight, _] = case.operands(DType::F32)?;
+            let case = Problem::new(12, components, 8, 900);
+            let mut operands = case.operands(&case.drawn(DType::F32).constants(DType::F32, device)?)?;
             let rows: Vec<u32> = (0..900).map(|id| if [9, 400, 899].contains(&id) { 7 } else { id }).collect();
-            let weight = weight.index_select(&Tensor::new(rows, &Device::Cpu)?, 0)?.to_device(device)?;
+            operands.weight = operands.weight.index_select(&Tensor::new(rows, device)?, 0)?;
             let bias: Vec<f32> = (0..900).map(|id| if [7, 9, 400, 899].contains(&id) { 9.0 } else { 0.0 }).collect();
-            let log_priors = candle_nn::ops::log_softmax(&logits, D::Minus1)?.to_device(device)?;
-            let log_priors = Some(&log_priors).filter(|_| components > 1);
-            let bias = Tensor::new(bias, device)?;
-            let mixture = Mixture::new(&contexts.to_device(device)?, log_priors, &weight, Some(&bias))?;
+            operands.bias = Some(Tensor::new(bias, device)?);
+            let mixture = operands.mixture(case.logits())?;
             let ids: Vec<u32> = (0..12).map(|t| [7, 9, 400, 899][t % 4]).collect();
             let ids = Tensor::from_vec(ids, (12,), &Device::Cpu)?.to_device(device)?;
             for entropy in [false, true] {
@@ -142,21 +124,18 @@ on_each_device! {
 
     fn nothing_is_it_without_a_distribution(device: &Device) -> Result<()> {
         for components in [1, 2] {
-            let case = Case::new(8, components, 6, 300);
-            let [contexts, logits, weight, _] = case.operands(DType::F32)?;
-            let mut values = contexts.flatten_all()?.to_vec1::<f32>()?;
-            values[components * 6] = f32::NAN;
-            let contexts = Tensor::from_vec(values, contexts.shape(), &Device::Cpu)?.to_device(device)?;
-            let log_priors = candle_nn::ops::log_softmax(&logits, D::Minus1)?.to_device(device)?;
-            let log_priors = Some(&log_priors).filter(|_| components > 1);
-            let weight = weight.to_device(device)?;
+            let case = Problem::new(8, components, 6, 300);
+            let mut drawn = case.drawn(DType::F32);
+            drawn.values.get_mut("contexts").expect("contexts")[components * 6] = f64::NAN;
+            let mut operands = case.operands(&drawn.constants(DType::F32, device)?)?;
             // The only id that is possible.
             let bias: Vec<f32> = (0..300).map(|id| if id == 150 { 0.0 } else { f32::NEG_INFINITY }).collect();
             let (possible, none) = (Tensor::new(bias, device)?, Tensor::full(f32::NEG_INFINITY, 300, device)?);
             for entropy in [false, true] {
                 let options = ScoreOptions::new().with_is_argmax(true).with_entropy(entropy);
                 for (bias, id, expected) in [(&possible, 150u32, 1.0), (&possible, 0, 0.0), (&none, 0, 0.0)] {
-                    let mixture = Mixture::new(&contexts, log_priors, &weight, Some(bias))?;
+                    operands.bias = Some(bias.clone());
+                    let mixture = operands.mixture(case.logits())?;
                     let ids = Tensor::full(id, 8, device)?;
                     let mut all = [expected; 8];
                     all[1] = 0.0;
@@ -178,7 +157,7 @@ on_each_device! {
             Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 90, vec![10, 40]).with_div_value(2.0), vb.pp("adaptive"))?),
             Box::new(HierarchicalSoftmax::new(&HierarchicalConfig::new(6, 90), vb.pp("hierarchical"))?),
         ];
-        let hidden = Tensor::randn(0f32, 3.0, (3, 4, 6), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+        let hidden = uniform(&[3, 4, 6], 5.0, 1)?.to_dtype(dtype)?.to_device(device)?;
         for head in heads {
             let best = head.argmax(&hidden)?;
             let scores = head.score(&hidden, &best, &ScoreOptions::new().with_is_argmax(true))?;
@@ -197,8 +176,8 @@ on_each_device! {
 
     fn restricted_mixtures_tell_it_among_their_sets(device: &Device) -> Result<()> {
         for components in [1, 3] {
-            let case = Case::new(6, components, 7, 400);
-            let mixture = mixture(&case, exact(device), device)?;
+            let case = Problem::new(6, components, 7, 400);
+            let mixture = case.drawn(exact(device)).mixture(exact(device), device)?;
             let log_probs = numbers(&mixture.log_probs()?);
             let list = |t: usize| (0..20).map(|i| ((i * 19 + t * 3) % 400) as u32).collect::<Vec<_>>();
             let lists: Vec<Vec<u32>> = (0..6).map(list).collect();
@@ -230,8 +209,8 @@ on_each_device! {
 #[test]
 fn chunks_do_not_matter() -> Result<()> {
     for components in [1, 5] {
-        let case = Case::new(200, components, 11, 700);
-        let mixture = mixture(&case, DType::F32, &Device::Cpu)?;
+        let case = Problem::new(200, components, 11, 700);
+        let mixture = case.drawn(DType::F32).mixture(DType::F32, &Device::Cpu)?;
         let best = mixture.argmax()?;
         let options = ScoreOptions::new().with_is_argmax(true);
         let Err(Error::Workspace { least, .. }) = mixture.score(&best, &options.clone().with_workspace_bytes(1)) else {
@@ -267,7 +246,7 @@ fn distributions_of_ones_own_have_it() -> Result<()> {
 
 #[test]
 fn a_loss_of_scores_refuses_it() -> Result<()> {
-    let mixture = mixture(&Case::new(2, 1, 3, 5), DType::F32, &Device::Cpu)?;
+    let mixture = Problem::new(2, 1, 3, 5).drawn(DType::F32).mixture(DType::F32, &Device::Cpu)?;
     let ids = Tensor::zeros(2, DType::U32, &Device::Cpu)?;
     let terms = |scores: mos_head::score::ChunkScores| {
         Ok(ChunkTerms::new(scores.log_prob.neg()?, scores.log_prob.ones_like()?))
@@ -281,7 +260,7 @@ fn a_loss_of_scores_refuses_it() -> Result<()> {
 #[test]
 fn trained_heads_tell_it_of_the_targets_of_a_text() -> Result<()> {
     let text = include_str!("../README.md").as_bytes();
-    let features = Tensor::randn(0f32, 1.0, (256, 24), &Device::Cpu)?;
+    let features = uniform(&[256, 24], 1.7, 2)?.to_dtype(DType::F32)?;
     let of = |offset: usize| -> Result<Tensor> {
         let ids: Vec<u32> = text[offset..].iter().take(text.len() - 2).map(|&byte| u32::from(byte)).collect();
         Ok(Tensor::new(ids, &Device::Cpu)?)

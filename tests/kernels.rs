@@ -10,7 +10,7 @@ use common::case::{weights, Case, Logits, Sizes, ENTRIES};
 use common::check::{build, Check};
 use common::needs;
 use common::objective::Objective;
-use common::scores;
+use common::problem::Problem;
 use mos_head::{LossOptions, MixtureLayer, Result};
 
 /// On its own, this checks the best instruction set.
@@ -39,8 +39,8 @@ fn this_process_equals_the_reference() -> Result<()> {
     }
     for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 1e-5), (DType::BF16, 1e-5)] {
         for (n, temperature) in [(1, 1.0), (2, 0.7)] {
-            scores::Case { n, temperature, ..scores::Case::new(5, 3, 9, 100) }.check(dtype, tolerance)?;
-            scores::Case { n, temperature, ..scores::Case::new(11, 1, 40, 17) }.check(dtype, tolerance)?;
+            Problem { n, temperature, ..Problem::new(5, 3, 9, 100) }.check(dtype, tolerance)?;
+            Problem { n, temperature, ..Problem::new(11, 1, 40, 17) }.check(dtype, tolerance)?;
         }
     }
     let case = Case::random(ENTRIES[0], Sizes::new(2, 2, 1, 3), &[1], 91);

@@ -4,11 +4,12 @@ mod common;
 
 use candle_core::{DType, Device, Tensor};
 use common::case::{weights, Case, Head, Sizes, Tensors, ENTRIES};
-use common::check::{gradients, least_workspace, numbers, Check, Layer};
+use common::check::{gradients, least_workspace, Check, Gradients, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::composed::Operands;
 use common::objective::Objective;
 use common::random::{config, problems, LEAST_SCALE};
+use common::values::{numbers, Numbers};
 use common::{devices, dtypes, exact};
 use mos_head::{Distributions, Loss, LossOptions, Mixture, Reduction, Result};
 use proptest::prelude::*;
@@ -16,7 +17,7 @@ use proptest::prelude::*;
 /// One loss with its gradients.
 struct Answer {
     loss: Loss,
-    gradients: std::collections::BTreeMap<&'static str, Vec<f64>>,
+    gradients: Gradients,
 }
 
 /// The options that change no shape, so that all code paths are taken.
@@ -161,15 +162,15 @@ proptest! {
             let case = problem.case(Head::Mixture);
             let mut reversed = case.clone();
             let Sizes { context, components, .. } = case.sizes;
-            reverse_blocks(&mut reversed, "contexts", components, context);
-            reverse_blocks(&mut reversed, "log_priors", components, 1);
+            for (name, width) in [("contexts", context), ("log_priors", 1)] {
+                reverse_blocks(reversed.values.get_mut(name).expect(name), components, width);
+            }
             let options = options(&case, &device)?;
             let expected = ask(&case, &case.variables(dtype, &device)?, &options)?;
             let mut got = ask(&reversed, &reversed.variables(dtype, &device)?, &options)?;
-            reversed.values.extend(std::mem::take(&mut got.gradients));
-            reverse_blocks(&mut reversed, "contexts", components, context);
-            reverse_blocks(&mut reversed, "log_priors", components, 1);
-            got.gradients = reversed.values;
+            for (name, width) in [("contexts", context), ("log_priors", 1)] {
+                reverse_blocks(got.gradients.get_mut(name).expect(name), components, width);
+            }
             assert_same(&got, &expected, dtype);
         }
     }
@@ -251,7 +252,7 @@ proptest! {
                 let whole = ask(&case, &case.variables(dtype, &device)?, &options)?;
                 let mut parts = vec![];
                 for positions in [0..first, first..problem.positions] {
-                    let part = part(&case, positions);
+                    let part = case.at(positions);
                     parts.push(ask(&part, &part.variables(dtype, &device)?, &options)?);
                 }
                 assert_adds_up(&parts, &whole, dtype);
@@ -276,32 +277,17 @@ fn assert_equals_softmax(case: &Case, dtype: DType, device: &Device) -> Result<(
     Ok(())
 }
 
-/// Reverses the order of the components, `[.., components, width]`, of one operand.
-fn reverse_blocks(case: &mut Case, name: &str, components: usize, width: usize) {
-    let values = case.values.get_mut(name).expect(name);
+/// Reverses the order of the components of `[.., components, width]`.
+fn reverse_blocks(values: &mut [f64], components: usize, width: usize) {
     for block in values.chunks_mut(components * width) {
         let reversed: Vec<f64> = block.rchunks(width).flatten().copied().collect();
         block.copy_from_slice(&reversed);
     }
 }
 
-/// A range of positions of a case.
-fn part(case: &Case, positions: std::ops::Range<usize>) -> Case {
-    let mut part = case.clone();
-    part.targets = case.targets[positions.clone()].to_vec();
-    part.lead = vec![positions.len()];
-    for name in ["hidden", "contexts", "log_priors"] {
-        if let Some(values) = part.values.get_mut(name) {
-            let width = values.len() / case.positions();
-            *values = values[positions.start * width..positions.end * width].to_vec();
-        }
-    }
-    part
-}
-
 /// Asserts that sums, counts and gradients of parameters add up, and that results per position are concatenated.
 fn assert_adds_up(parts: &[Answer], whole: &Answer, dtype: DType) {
-    let sum = |of: &dyn Fn(&Answer) -> Vec<f64>| {
+    let sum = |of: &dyn Fn(&Answer) -> Numbers| {
         let mut parts = parts.iter().map(of);
         let mut sum = parts.next().expect("two parts");
         for part in parts {
@@ -309,7 +295,7 @@ fn assert_adds_up(parts: &[Answer], whole: &Answer, dtype: DType) {
         }
         sum
     };
-    let chain = |of: &dyn Fn(&Answer) -> Vec<f64>| -> Vec<f64> { parts.iter().flat_map(of).collect() };
+    let chain = |of: &dyn Fn(&Answer) -> Numbers| -> Numbers { parts.iter().flat_map(of).collect() };
     let value = Tolerance::value(dtype);
     let totals: [fn(&Loss) -> &Tensor; 3] = [|l| &l.value, |l| &l.sum, |l| &l.count];
     for total in totals {

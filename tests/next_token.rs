@@ -5,62 +5,27 @@ mod common;
 
 use std::collections::HashMap;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
-use common::{on, on_each_device};
+use common::case::Case;
+use common::given::{places, Given};
+use common::on_each_device;
+use common::problem::Problem;
+use common::reference::distributions;
+use common::values::{uniform, Numbers};
 use mos_head::decode::{Constraints, NextToken, Sampling, TokenRequest};
-use mos_head::{Distributions, Error, Loss, LossOptions, Mixture, OutputLayer, Result, SoftmaxHead};
-use rand::{rngs::StdRng, Rng, SeedableRng};
+use mos_head::{Distributions, Error, OutputLayer, Result, SoftmaxHead};
 
 const VOCAB: usize = 23;
-const WIDTH: usize = 6;
 
-/// Contexts `[positions, K, d]`, log-priors `[positions, K]`, the weight and the bias.
-fn operands(positions: usize, components: usize, vocab: usize) -> [Tensor; 4] {
-    let mut rng = StdRng::seed_from_u64(5);
-    let mut numbers = |shape: &[usize], spread: f64| {
-        let values: Vec<f64> = (0..shape.iter().product()).map(|_| spread * rng.random_range(-1.0..1.0)).collect();
-        Tensor::from_vec(values, shape, &Device::Cpu).expect("the shape fits")
-    };
-    let contexts = numbers(&[positions, components, WIDTH], 1.5);
-    let log_priors = numbers(&[positions, components], 1.0);
-    let log_priors = candle_nn::ops::log_softmax(&log_priors, 1).expect("log-priors");
-    [contexts, log_priors, numbers(&[vocab, WIDTH], 1.0), numbers(&[vocab], 1.0)]
-}
-
-fn mixture([contexts, log_priors, weight, bias]: &[Tensor; 4], dtype: DType, device: &Device) -> Result<Mixture> {
-    let to = |tensor: &Tensor| on(device, &tensor.to_dtype(dtype).expect("a float"));
-    let log_priors = Some(to(log_priors)?).filter(|log_priors| log_priors.dims()[1] > 1);
-    Mixture::new(&to(contexts)?, log_priors.as_ref(), &to(weight)?, Some(&to(bias)?))
-}
-
-/// Equal distributions at all positions.
-fn repeated(operands: &[Tensor; 4], positions: usize) -> Result<[Tensor; 4]> {
-    let [contexts, log_priors, weight, bias] = operands;
-    let repeat =
-        |tensor: &Tensor| tensor.narrow(0, 0, 1)?.repeat([vec![positions], vec![1; tensor.rank() - 1]].concat());
-    Ok([repeat(contexts)?, repeat(log_priors)?, weight.clone(), bias.clone()])
+fn case(positions: usize, components: usize, vocab: usize) -> Case {
+    Problem::new(positions, components, 6, vocab).drawn(DType::F64)
 }
 
 /// The log-probabilities of each position, and what logits exceed them by.
-fn truth(operands: &[Tensor; 4]) -> Result<Vec<(Vec<f64>, f64)>> {
-    let [contexts, log_priors, weight, bias] = operands;
-    let (contexts, log_priors) = (contexts.to_vec3::<f64>()?, log_priors.to_vec2::<f64>()?);
-    let (weight, bias) = (weight.to_vec2::<f64>()?, bias.to_vec1::<f64>()?);
-    let of_position = |(contexts, log_priors): (&Vec<Vec<f64>>, &Vec<f64>)| {
-        let mut probabilities = vec![0.0; weight.len()];
-        let mut offset = 0.0;
-        for (context, log_prior) in contexts.iter().zip(log_priors) {
-            let dot = |row: &Vec<f64>| row.iter().zip(context).map(|(a, b)| a * b).sum::<f64>();
-            let logits: Vec<f64> = weight.iter().zip(&bias).map(|(row, bias)| dot(row) + bias).collect();
-            offset = logits.iter().map(|z| z.exp()).sum::<f64>().ln();
-            for (p, z) in probabilities.iter_mut().zip(&logits) {
-                *p += (log_prior + z - offset).exp();
-            }
-        }
-        let offset = if contexts.len() == 1 { offset } else { 0.0 };
-        (probabilities.iter().map(|p| p.ln()).collect(), offset)
-    };
-    Ok(contexts.iter().zip(&log_priors).map(of_position).collect())
+fn truth(case: &Case) -> Vec<(Vec<f64>, f64)> {
+    let offset = |lse: Vec<f64>| if lse.len() == 1 { lse[0] } else { 0.0 };
+    distributions(case).into_iter().map(|(log_probs, lse)| (log_probs, offset(lse))).collect()
 }
 
 /// The constraints that are tested, with a prompt and generated ids.
@@ -163,9 +128,8 @@ fn probabilities(z: &[f64], sampling: &Sampling) -> Vec<f64> {
     p.iter().map(|p| p / sum).collect()
 }
 
-fn check(operands: &[Tensor; 4], dtype: DType, device: &Device, tolerance: f64) -> Result<()> {
-    let (mixture, truth) = (mixture(operands, dtype, device)?, truth(operands)?);
-    let close = |a: f64, b: f64| a == b || (a - b).abs() < tolerance;
+fn check(case: &Case, dtype: DType, device: &Device, tolerance: f64) -> Result<()> {
+    let (mixture, truth) = (case.mixture(dtype, device)?, truth(case));
     for (which, constraints) in all_constraints().iter().enumerate() {
         for sampling in samplings() {
             let requests: Vec<TokenRequest> =
@@ -175,17 +139,16 @@ fn check(operands: &[Tensor; 4], dtype: DType, device: &Device, tolerance: f64) 
             for (token, (log_probs, offset)) in tokens.iter().zip(&truth) {
                 let id = token.token_id as usize;
                 let p = probabilities(&constrained(log_probs, *offset, which), &sampling);
-                assert!(close(token.log_prob, log_probs[id]), "{which} {sampling:?}: {token:?} {}", log_probs[id]);
-                assert!(close(token.sampled_log_prob, p[id].ln()), "{which} {sampling:?}: {token:?} {}", p[id].ln());
                 let entropy: f64 = log_probs.iter().map(|log_p| -log_p.exp() * log_p).sum();
-                assert!(close(token.entropy.expect("asked for"), entropy), "{token:?} {entropy}");
                 let mut order: Vec<usize> = (0..log_probs.len()).collect();
                 order.sort_by(|&a, &b| log_probs[b].total_cmp(&log_probs[a]));
-                assert_eq!(token.best.len(), 4);
-                for (&(best, log_p), expected) in token.best.iter().zip(order) {
-                    assert_eq!(best as usize, expected);
-                    assert!(close(log_p, log_probs[expected]));
-                }
+                let (best, of_best): (Vec<u32>, Vec<f64>) = token.best.iter().copied().unzip();
+                assert!(best.iter().map(|&id| id as usize).eq(order[..4].iter().copied()), "{best:?} {order:?}");
+                let found = [token.log_prob, token.sampled_log_prob, token.entropy.expect("asked for")];
+                let found: Numbers = found.into_iter().chain(of_best).collect();
+                let mut expected = vec![log_probs[id], p[id].ln(), entropy];
+                expected.extend(order[..4].iter().map(|&id| log_probs[id]));
+                assert_abs_diff_eq!(found.named(format!("{which} {sampling:?}")), expected, epsilon = tolerance);
             }
         }
     }
@@ -195,17 +158,17 @@ fn check(operands: &[Tensor; 4], dtype: DType, device: &Device, tolerance: f64) 
 #[test]
 fn values_equal_plain_loops() -> Result<()> {
     for components in [1, 3] {
-        check(&operands(5, components, VOCAB), DType::F64, &Device::Cpu, 1e-12)?;
-        check(&operands(5, components, VOCAB), DType::F32, &Device::Cpu, 1e-5)?;
+        check(&case(5, components, VOCAB), DType::F64, &Device::Cpu, 1e-12)?;
+        check(&case(5, components, VOCAB), DType::F32, &Device::Cpu, 1e-5)?;
     }
     // Several tiles.
-    check(&operands(2, 2, 1500), DType::F64, &Device::Cpu, 1e-12)
+    check(&case(2, 2, 1500), DType::F64, &Device::Cpu, 1e-12)
 }
 
 on_each_device! {
     fn so_they_do_on_each_device(device: &Device) -> Result<()> {
         for components in [1, 3] {
-            check(&operands(5, components, VOCAB), DType::F32, device, 1e-4)?;
+            check(&case(5, components, VOCAB), DType::F32, device, 1e-4)?;
         }
         Ok(())
     }
@@ -216,10 +179,10 @@ on_each_device! {
 fn draws_have_the_frequencies_of_the_constrained_distribution() -> Result<()> {
     const DRAWS: usize = 40_000;
     for components in [1, 3] {
-        let operands = operands(1, components, VOCAB);
-        let (log_probs, offset) = &truth(&operands)?[0];
-        let (one, many) = (mixture(&operands, DType::F64, &Device::Cpu)?, 2000);
-        let many_positions = mixture(&repeated(&operands, many)?, DType::F64, &Device::Cpu)?;
+        let case = case(1, components, VOCAB);
+        let (log_probs, offset) = &truth(&case)[0];
+        let (one, many) = (case.mixture(DType::F64, &Device::Cpu)?, 2000);
+        let many_positions = case.at(vec![0; many]).mixture(DType::F64, &Device::Cpu)?;
         for (which, constraints) in all_constraints().iter().enumerate() {
             for sampling in samplings() {
                 let p = probabilities(&constrained(log_probs, *offset, which), &sampling);
@@ -266,17 +229,14 @@ fn check_frequencies(counts: &[usize], p: &[f64], name: &str) {
 #[test]
 fn a_request_draws_the_same_alone_in_any_batch_and_on_any_threads() -> Result<()> {
     for components in [1, 4] {
-        let all = operands(70, components, 1300);
+        let all = case(70, components, 1300);
         let constraints = Constraints::new().with_repetition_penalty(1.2).with_banned(&[5, 600]);
         let samplings = samplings();
         let request = |t: usize| request(&samplings[t % samplings.len()], 100 + t as u64, &constraints);
         let requests: Vec<TokenRequest> = (0..70).map(request).collect::<Result<_>>()?;
         let of_range = |first: usize, n: usize| -> Result<Vec<NextToken>> {
-            let [contexts, log_priors, weight, bias] = &all;
-            let operands =
-                [contexts.narrow(0, first, n)?, log_priors.narrow(0, first, n)?, weight.clone(), bias.clone()];
             let requests: Vec<_> = requests[first..first + n].iter().collect();
-            mixture(&operands, DType::F32, &Device::Cpu)?.next_tokens(&requests)
+            all.at(first..first + n).mixture(DType::F32, &Device::Cpu)?.next_tokens(&requests)
         };
         let expected = of_range(0, 70)?;
         for (first, n) in (0..70).map(|t| (t, 1)).chain([(3, 2), (11, 9), (20, 50)]) {
@@ -294,7 +254,7 @@ fn a_request_draws_the_same_alone_in_any_batch_and_on_any_threads() -> Result<()
 /// 32 threads with requests of their own, at once.
 #[test]
 fn threads_with_their_own_requests_do_not_disturb_each_other() -> Result<()> {
-    let mixture = mixture(&operands(1, 3, 700), DType::F32, &Device::Cpu)?;
+    let mixture = case(1, 3, 700).mixture(DType::F32, &Device::Cpu)?;
     let text = |seed: u64| -> Result<Vec<u32>> {
         let mut request = TokenRequest::new(Sampling::new().with_top_p(0.9), seed)?;
         (0..40)
@@ -344,9 +304,8 @@ fn the_best_ids_are_those_of_a_full_sort() -> Result<()> {
 /// A head that is a mixture, through a pointer, and the log-probabilities of all ids.
 #[test]
 fn heads_have_them_too() -> Result<()> {
-    let weight = Tensor::randn(0f64, 1.0, (30, 6), &Device::Cpu)?;
-    let head: Box<dyn OutputLayer> = Box::new(SoftmaxHead::from_tensors(weight, None)?);
-    let hidden = Tensor::randn(0f64, 1.0, (2, 4, 6), &Device::Cpu)?;
+    let head: Box<dyn OutputLayer> = Box::new(SoftmaxHead::from_tensors(uniform(&[30, 6], 1.7, 1)?, None)?);
+    let hidden = uniform(&[2, 4, 6], 1.7, 2)?;
     let constraints = Constraints::new().with_presence_penalty(0.5).with_banned(&[1]);
     let requests: Vec<TokenRequest> =
         (0..8).map(|seed| request(&Sampling::new(), seed, &constraints)).collect::<Result<_>>()?;
@@ -355,7 +314,7 @@ fn heads_have_them_too() -> Result<()> {
     let composed = NextToken::from_log_probs(&head.log_probs(&hidden)?, &requests)?;
     for (token, composed) in tokens.iter().zip(&composed) {
         assert_eq!(token.token_id, composed.token_id);
-        assert!((token.sampled_log_prob - composed.sampled_log_prob).abs() < 1e-12);
+        assert_abs_diff_eq!(token.sampled_log_prob, composed.sampled_log_prob, epsilon = 1e-12);
     }
     Ok(())
 }
@@ -371,8 +330,7 @@ fn next_of(logits: &[f32], requests: &[&TokenRequest]) -> Result<Vec<NextToken>>
 #[test]
 fn ids_of_the_text_outside_the_vocabulary_change_nothing() -> Result<()> {
     for components in [1, 3] {
-        let operands = operands(6, components, VOCAB);
-        let mixture = mixture(&operands, DType::F32, &Device::Cpu)?;
+        let mixture = case(6, components, VOCAB).mixture(DType::F32, &Device::Cpu)?;
         let log_probs = mixture.log_probs()?;
         for constraints in all_constraints() {
             for sampling in samplings() {
@@ -531,33 +489,11 @@ fn numbers_that_are_no_log_probabilities_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Log-probabilities in bf16 of a head that is no mixture.
-#[derive(Debug)]
-struct Rounded(Tensor);
-
-impl OutputLayer for Rounded {
-    fn hidden_size(&self) -> usize {
-        1
-    }
-
-    fn vocab_size(&self) -> usize {
-        self.0.dims()[1]
-    }
-
-    fn loss(&self, _: &Tensor, _: &Tensor, _: &LossOptions) -> Result<Loss> {
-        unreachable!("only decoded")
-    }
-
-    fn log_probs(&self, _: &Tensor) -> Result<Tensor> {
-        Ok(self.0.clone())
-    }
-}
-
 #[test]
 fn rounding_of_a_head_of_your_own_is_that_of_its_dtype() -> Result<()> {
-    let hidden = Tensor::ones((1, 1), DType::BF16, &Device::Cpu)?;
-    let head = |first: f32| -> Result<Rounded> {
-        Ok(Rounded(Tensor::new(&[[first, -6.0, -7.0]], &Device::Cpu)?.to_dtype(DType::BF16)?))
+    let hidden = places(&[1, 1])?.to_dtype(DType::BF16)?;
+    let head = |first: f32| -> Result<Given> {
+        Ok(Given(Tensor::new(&[[first, -6.0, -7.0]], &Device::Cpu)?.to_dtype(DType::BF16)?))
     };
     let request = TokenRequest::new(Sampling::greedy(), 1)?;
     assert_eq!(head(0.0078)?.next_tokens(&hidden, &[&request])?[0].token_id, 0);
@@ -594,8 +530,7 @@ fn a_request_says_what_it_holds_and_takes_other_constraints_in_place() -> Result
 
 #[test]
 fn bad_arguments_are_errors() -> Result<()> {
-    let operands = operands(2, 1, VOCAB);
-    let mixture = mixture(&operands, DType::F32, &Device::Cpu)?;
+    let mixture = case(2, 1, VOCAB).mixture(DType::F32, &Device::Cpu)?;
     let new = || TokenRequest::new(Sampling::new(), 0);
     let with = |constraints: Constraints| new()?.with_constraints(constraints);
     let none = Constraints::new;

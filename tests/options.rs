@@ -8,12 +8,13 @@ use candle_core::{DType, Device, Tensor, Var};
 use choices::Choice::{self, *};
 use choices::{ALONE, CHOICES, COMBINED, MOST, MOST_UNREDUCED};
 use common::case::{upstream, weights, Case, Head, Logits, Sizes, ENTRIES};
-use common::check::{backward, gradients, numbers, Check, Layer};
+use common::check::{backward, gradients, Check, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::composed::Operands;
 use common::objective::Objective;
 use common::random::{config, problems, LEAST_SCALE};
 use common::reference::truth;
+use common::values::numbers;
 use common::{devices, dtypes, exact, on_each_device};
 use mos_head::{Distributions, LossOptions, Mixture, Reduction, Result};
 use proptest::prelude::*;
@@ -343,7 +344,7 @@ on_each_device! {
                 let targets = case.target_tensor(device)?;
                 for options in [LossOptions::new().with_reduction(Reduction::None), LossOptions::evaluation()] {
                     let loss = layer.loss(&targets, &options)?;
-                    let losses = [numbers(&loss.nll), numbers(&loss.value)].concat();
+                    let losses = [&*numbers(&loss.nll), &*numbers(&loss.value)].concat();
                     assert!(losses.iter().all(|x| x.is_sign_positive()), "{head:?} {dtype:?}: {losses:?}");
                 }
                 assert!(numbers(&layer.log_probs()?).iter().all(|&x| x <= 0.0), "{head:?} {dtype:?}");
@@ -357,7 +358,7 @@ on_each_device! {
             let case = case(head, 72);
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
             let targets = case.target_tensor(device)?;
-            let values = |dtype| -> Result<Vec<f64>> {
+            let values = |dtype| -> Result<_> {
                 let of_positions = Tensor::new(weights(POSITIONS, 3), &Device::Cpu)?.reshape((2, 5))?.to_dtype(dtype)?;
                 let of_classes = Tensor::new(weights(SIZES.vocab, 4), &Device::Cpu)?.to_dtype(dtype)?;
                 let options = LossOptions::new()

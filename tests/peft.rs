@@ -1,12 +1,17 @@
 //! A low-rank adapter in the files of Hugging Face's PEFT: what is written is read again, and what does not fit is an error.
 
+#[path = "common/values.rs"]
+mod values;
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
 use mos_head::parts::{Decoder, LowRankAdapter};
 use mos_head::{Error, OutputLayer, Result, SoftmaxHead};
 use serde_json::{json, Value};
+use values::{numbers, tensor};
 
 const VOCAB: usize = 11;
 const HIDDEN: usize = 5;
@@ -36,16 +41,12 @@ impl Drop for Folder {
 }
 
 fn random(rows: usize, columns: usize) -> Tensor {
-    Tensor::randn(0f32, 1.0, (rows, columns), &Device::Cpu).expect("a tensor")
+    tensor(&[rows, columns], rows, DType::F32).expect("a tensor")
 }
 
 fn decoder(dtype: DType) -> Decoder {
     let weight = random(VOCAB, HIDDEN).to_dtype(dtype).expect("a dtype");
     Decoder::from_tensors(weight, None).expect("a decoder")
-}
-
-fn rows(tensor: &Tensor) -> Vec<Vec<f64>> {
-    tensor.to_dtype(DType::F64).expect("a dtype").to_vec2().expect("a matrix")
 }
 
 /// The message of an error of a file, which it names.
@@ -74,11 +75,11 @@ fn an_adapter_that_is_saved_is_read_again() -> Result<()> {
             adapter.save(&folder.0)?;
             let head = SoftmaxHead::from_tensors(random(VOCAB, HIDDEN).to_dtype(dtype)?, None)?;
             let loaded = LowRankAdapter::load(&folder.0, head.decoder())?;
-            assert_eq!((rows(loaded.a()), rows(loaded.b())), (rows(adapter.a()), rows(adapter.b())));
+            assert_eq!((numbers(loaded.a()), numbers(loaded.b())), (numbers(adapter.a()), numbers(adapter.b())));
             assert_eq!((loaded.a().dtype(), loaded.b().dtype()), (dtype, dtype));
-            assert!((loaded.scale() - scale).abs() < 1e-15, "{} {scale}", loaded.scale());
+            assert_abs_diff_eq!(loaded.scale(), scale, epsilon = 1e-15);
             let hidden = random(4, HIDDEN).to_dtype(dtype)?;
-            let of = |adapter| -> Result<_> { Ok(rows(&head.clone().with_adapter(adapter)?.log_probs(&hidden)?)) };
+            let of = |adapter| -> Result<_> { Ok(numbers(&head.clone().with_adapter(adapter)?.log_probs(&hidden)?)) };
             assert_eq!(of(loaded)?, of(adapter)?);
         }
     }
@@ -126,7 +127,7 @@ fn an_adapter_among_those_of_other_modules_is_read() -> Result<()> {
     let config = json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "lm_head"] });
     folder.write(&config, &tensors);
     let loaded = LowRankAdapter::load(&folder.0, &decoder(DType::F64))?;
-    assert_eq!((rows(loaded.a()), rows(loaded.b()), loaded.scale()), (rows(&a), rows(&b), 1.5));
+    assert_eq!((numbers(loaded.a()), numbers(loaded.b()), loaded.scale()), (numbers(&a), numbers(&b), 1.5));
     assert_eq!(loaded.a().dtype(), DType::F64);
     // Rank-stabilized: alpha over the square root of r.
     let config = json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 6.0, "use_rslora": true });

@@ -2,34 +2,20 @@
 
 mod common;
 
+use std::collections::BTreeMap;
+
+use approx::{assert_abs_diff_eq, assert_relative_eq};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use common::scores::compare;
+use common::given::{places, Given};
+use common::values::{gradients, numbers, uniform, Numbers};
 use common::{exact, on, on_each_device};
 use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 use mos_head::score::{ChunkTerms, ScoreOptions};
 use mos_head::{
     Distributions, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Result,
 };
-
-/// A head whose losses of policies are composed from its log-probabilities.
-#[derive(Debug)]
-struct Composed<'a>(&'a MixtureOfSoftmaxes);
-
-impl OutputLayer for Composed<'_> {
-    fn hidden_size(&self) -> usize {
-        self.0.hidden_size()
-    }
-    fn vocab_size(&self) -> usize {
-        self.0.vocab_size()
-    }
-    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
-        self.0.loss(hidden, targets, options)
-    }
-    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.0.log_probs(hidden)
-    }
-}
 
 const LEADING: (usize, usize) = (4, 7);
 
@@ -46,20 +32,19 @@ impl Problem {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, dtype, &Device::Cpu);
         let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 50, components).with_context_dim(6), vb)?;
-        let hidden =
-            Var::from_tensor(&Tensor::randn(0f64, 1.0, (LEADING.0, LEADING.1, 8), &Device::Cpu)?.to_dtype(dtype)?)?;
+        let hidden = Var::from_tensor(&uniform(&[LEADING.0, LEADING.1, 8], 1.7, 1)?.to_dtype(dtype)?)?;
         let ids: Vec<u32> = (0..28).map(|i| i * 13 % 50).collect();
         let token_ids = Tensor::from_vec(ids, LEADING, &Device::Cpu)?;
         let log_probs = head.log_prob(&hidden, &token_ids)?.detach();
-        let near = || -> Result<Tensor> {
-            Ok((&log_probs + Tensor::randn(0f64, spread, LEADING, &Device::Cpu)?.to_dtype(log_probs.dtype())?)?)
+        let random = |bound: f64, seed: u64| uniform(&[LEADING.0, LEADING.1], bound, seed);
+        let near = |seed: u64| -> Result<Tensor> {
+            Ok((&log_probs + random(1.7 * spread, seed)?.to_dtype(log_probs.dtype())?)?)
         };
-        let advantages = Tensor::randn(0f64, 1.0, LEADING, &Device::Cpu)?;
         let mask: Vec<u8> = (0..28u8).map(|i| u8::from(i % 7 > i / 7)).collect();
-        let batch = PolicyBatch::new(token_ids, advantages)
-            .with_old_log_probs(near()?)
-            .with_reference_log_probs(near()?)
-            .with_sampler_log_probs(near()?)
+        let batch = PolicyBatch::new(token_ids, random(1.7, 2)?)
+            .with_old_log_probs(near(3)?)
+            .with_reference_log_probs(near(4)?)
+            .with_sampler_log_probs(near(5)?)
             .with_mask(Tensor::from_vec(mask, LEADING, &Device::Cpu)?);
         Ok(Problem { vars, head, hidden, batch })
     }
@@ -73,11 +58,11 @@ impl Problem {
             let of_cpu = self.vars.data().lock().expect("no panic")[name].clone();
             var.set(&of_cpu.to_device(device)?)?;
         }
-        let number = |tensor: &Tensor| on(device, &tensor.to_dtype(self.hidden.dtype())?);
-        let of = |tensor: &Option<Tensor>| number(tensor.as_ref().expect("given"));
+        let float = |tensor: &Tensor| on(device, &tensor.to_dtype(self.hidden.dtype())?);
+        let of = |tensor: &Option<Tensor>| float(tensor.as_ref().expect("given"));
         let PolicyBatch { token_ids, advantages, old_log_probs, reference_log_probs, sampler_log_probs, mask, .. } =
             &self.batch;
-        let batch = PolicyBatch::new(on(device, token_ids)?, number(advantages)?)
+        let batch = PolicyBatch::new(on(device, token_ids)?, float(advantages)?)
             .with_old_log_probs(of(old_log_probs)?)
             .with_reference_log_probs(of(reference_log_probs)?)
             .with_sampler_log_probs(of(sampler_log_probs)?)
@@ -85,13 +70,30 @@ impl Problem {
         Ok(Problem { vars, head, hidden: Var::from_tensor(&on(device, &self.hidden)?)?, batch })
     }
 
-    fn variables(&self) -> Vec<Var> {
-        [self.vars.all_vars(), vec![self.hidden.clone()]].concat()
+    /// The policy loss that is composed of the head's log-probabilities.
+    fn composed(&self, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Loss> {
+        let given = Given(self.head.log_probs(&self.hidden)?.reshape((28, 50))?);
+        given.policy_loss(&places(&[LEADING.0, LEADING.1, 1])?, batch, options)
+    }
+
+    /// The gradients of all variables, by their names, and of the hidden states.
+    fn gradients(&self, store: &GradStore) -> Vec<Numbers> {
+        let vars = self.vars.data().lock().expect("no panic");
+        let vars: BTreeMap<_, _> = vars.iter().map(|(name, var)| (name.as_str(), var.as_tensor())).collect();
+        let gradients = gradients(store, vars.into_values().chain([self.hidden.as_tensor()]));
+        assert!(gradients.iter().all(|gradient| !gradient.is_empty()), "no gradient: {gradients:?}");
+        gradients
     }
 }
 
-fn number(tensor: &Tensor) -> Result<f64> {
-    Ok(tensor.to_dtype(DType::F64)?.to_scalar::<f64>()?)
+/// Demands that losses and their gradients differ by at most a share of the largest, which counts as at least a tenth.
+fn assert_near(found: (&Loss, &Problem), expected: (&Loss, &Problem), tolerance: f64) -> Result<()> {
+    let read = |(loss, problem): (&Loss, &Problem)| -> Result<_> {
+        Ok([vec![numbers(&loss.value), numbers(&loss.nll)], problem.gradients(&loss.backward()?)].concat())
+    };
+    let (found, expected) = (read(found)?, read(expected)?);
+    assert_relative_eq!(found[..], expected[..], epsilon = 0.1 * tolerance, max_relative = tolerance);
+    Ok(())
 }
 
 #[test]
@@ -116,16 +118,8 @@ fn losses_and_gradients_equal_composed_ones() -> Result<()> {
                     .with_temperature(temperature)
                     .with_normalization(normalization);
                 let found = problem.head.policy_loss(&problem.hidden, &problem.batch, &options)?;
-                let expected = Composed(&problem.head).policy_loss(&problem.hidden, &problem.batch, &options)?;
-                compare("loss", &options, dtype, &found.value, &expected.value, tolerance)?;
-                compare("nll", &options, dtype, &found.nll, &expected.nll, tolerance)?;
-                let (found, expected) = (found.backward()?, expected.backward()?);
-                for var in problem.variables() {
-                    let (Some(found), Some(expected)) = (found.get(&var), expected.get(&var)) else {
-                        panic!("no gradient: {options:?}")
-                    };
-                    compare("gradient", &options, dtype, found, expected, tolerance)?;
-                }
+                let expected = problem.composed(&problem.batch, &options)?;
+                assert_near((&found, &problem), (&expected, &problem), tolerance)?;
             }
         }
     }
@@ -141,19 +135,7 @@ on_each_device! {
             let options = PolicyOptions::new().with_kl(0.1).with_entropy(entropy).with_temperature(temperature);
             let expected = problem.head.policy_loss(&problem.hidden, &problem.batch, &options)?;
             let found = of_device.head.policy_loss(&of_device.hidden, &of_device.batch, &options)?;
-            compare("loss", &options, dtype, &found.value, &expected.value, 1e-5)?;
-            compare("nll", &options, dtype, &found.nll, &expected.nll, 1e-5)?;
-            let (found, expected) = (found.backward()?, expected.backward()?);
-            let mut pairs = vec![(of_device.hidden.clone(), problem.hidden.clone())];
-            for (name, var) in of_device.vars.data().lock().expect("no panic").iter() {
-                pairs.push((var.clone(), problem.vars.data().lock().expect("no panic")[name].clone()));
-            }
-            for (var, of_cpu) in pairs {
-                let (Some(found), Some(expected)) = (found.get(&var), expected.get(&of_cpu)) else {
-                    panic!("no gradient: {options:?}")
-                };
-                compare("gradient", &options, dtype, found, expected, 1e-5)?;
-            }
+            assert_near((&found, &of_device), (&expected, &problem), 1e-5)?;
         }
         Ok(())
     }
@@ -164,12 +146,11 @@ on_each_device! {
 fn values_equal_the_formulas() -> Result<()> {
     let problem = Problem::new(DType::F64, 0.5, 3)?;
     let Problem { head, hidden, batch, .. } = &problem;
-    let read = |tensor: &Tensor| -> Result<Vec<f64>> { Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?) };
     let scores = head.score(hidden, &batch.token_ids, &ScoreOptions::new().with_entropy(true))?;
-    let (log_prob, entropy) = (read(&scores.log_prob)?, read(&scores.entropy.expect("asked for"))?);
-    let of = |tensor: &Option<Tensor>| read(tensor.as_ref().expect("given"));
-    let (old, reference) = (of(&batch.old_log_probs)?, of(&batch.reference_log_probs)?);
-    let (sampler, mask, advantages) = (of(&batch.sampler_log_probs)?, of(&batch.mask)?, read(&batch.advantages)?);
+    let (log_prob, entropy) = (numbers(&scores.log_prob), numbers(&scores.entropy.expect("asked for")));
+    let given = |tensor: &Option<Tensor>| numbers(tensor.as_ref().expect("given"));
+    let (old, reference) = (given(&batch.old_log_probs), given(&batch.reference_log_probs));
+    let (sampler, mask, advantages) = (given(&batch.sampler_log_probs), given(&batch.mask), numbers(&batch.advantages));
     let token = |t: usize| {
         let (ratio, x) = ((log_prob[t] - old[t]).exp(), reference[t] - log_prob[t]);
         let free = ratio * advantages[t];
@@ -190,8 +171,8 @@ fn values_equal_the_formulas() -> Result<()> {
         (PolicyNormalization::Constant(5.0), mean * counted.len() as f64 / 5.0),
     ] {
         let loss = head.policy_loss(hidden, batch, &options.clone().with_normalization(normalization))?;
-        assert!((number(&loss.value)? - expected).abs() < 1e-12, "{normalization:?}");
-        assert_eq!(number(&loss.count)?, counted.len() as f64);
+        assert_abs_diff_eq!(numbers(&loss.value), [expected], epsilon = 1e-12);
+        assert_eq!(numbers(&loss.count), [counted.len() as f64]);
     }
     Ok(())
 }
@@ -207,10 +188,8 @@ fn the_first_step_is_a_weighted_cross_entropy() -> Result<()> {
     let options =
         LossOptions::new().with_position_weights(batch.advantages.clone()).with_reduction(mos_head::Reduction::Sum);
     let expected = head.loss(hidden, &batch.token_ids, &options)?.backward()?;
-    for var in problem.variables() {
-        let (Some(found), Some(expected)) = (found.get(&var), expected.get(&var)) else { panic!("no gradient") };
-        compare("gradient", &0, DType::F64, found, expected, 1e-12)?;
-    }
+    let (found, expected) = (problem.gradients(&found), problem.gradients(&expected));
+    assert_relative_eq!(found[..], expected[..], epsilon = 1e-13, max_relative = 1e-12);
     Ok(())
 }
 
@@ -220,12 +199,10 @@ fn large_ratios_stay_finite() -> Result<()> {
     let problem = Problem::new(DType::F32, 300.0, 3)?;
     let Problem { head, hidden, batch, .. } = &problem;
     let loss = head.policy_loss(hidden, batch, &PolicyOptions::new().with_kl(0.1).with_entropy(0.02))?;
-    assert!(number(&loss.value)?.is_finite());
+    assert!(numbers(&loss.value)[0].is_finite());
     let gradients = loss.backward()?;
-    for var in problem.variables() {
-        let gradient = gradients.get(&var).expect("a gradient").to_dtype(DType::F64)?.sqr()?.sum_all()?;
-        let norm = gradient.to_scalar::<f64>()?;
-        assert!(norm.is_finite() && norm > 0.0);
+    for gradient in problem.gradients(&gradients) {
+        assert!(gradient.iter().all(|x| x.is_finite()) && gradient.iter().any(|x| *x != 0.0), "{gradient:?}");
     }
     Ok(())
 }
@@ -246,9 +223,9 @@ fn masked_tokens_take_no_part() -> Result<()> {
     let clean = PolicyBatch::new(batch.token_ids.clone(), batch.advantages.clone()).with_mask(mask);
     let options = PolicyOptions::new().with_entropy(0.1);
     let (found, expected) = (head.policy_loss(hidden, &spoilt, &options)?, head.policy_loss(hidden, &clean, &options)?);
-    assert_eq!(number(&found.value)?, number(&expected.value)?);
+    assert_eq!(numbers(&found.value), numbers(&expected.value));
     let nothing = clean.clone().with_mask(Tensor::zeros(LEADING, DType::U8, &Device::Cpu)?);
-    assert_eq!(number(&head.policy_loss(hidden, &nothing, &options)?.value)?, 0.0);
+    assert_eq!(numbers(&head.policy_loss(hidden, &nothing, &options)?.value), [0.0]);
     Ok(())
 }
 
@@ -282,9 +259,9 @@ fn a_mask_that_is_nan_is_an_error_that_names_the_position() -> Result<()> {
     let mut values = vec![1f32; 28];
     values[9] = f32::NAN;
     let batch = problem.batch.clone().with_mask(mask(values)?);
-    for head in [&problem.head as &dyn OutputLayer, &Composed(&problem.head)] {
-        let error = head.policy_loss(&problem.hidden, &batch, &PolicyOptions::new()).map(|_| ()).unwrap_err();
-        assert_eq!(error.to_string(), "mask: expected numbers, got NaN at position 9");
+    let options = PolicyOptions::new();
+    for loss in [problem.head.policy_loss(&problem.hidden, &batch, &options), problem.composed(&batch, &options)] {
+        assert_eq!(loss.unwrap_err().to_string(), "mask: expected numbers, got NaN at position 9");
     }
     Ok(())
 }
@@ -297,10 +274,10 @@ fn a_token_outside_the_vocabulary_is_named_by_its_position_among_all() -> Result
     let ids: Vec<u32> = (0..28).map(|i| if i == 11 { 50 } else { i }).collect();
     let batch = PolicyBatch::new(Tensor::from_vec(ids, LEADING, &Device::Cpu)?, problem.batch.advantages.clone());
     let batch = batch.with_mask(mask);
-    for head in [&problem.head as &dyn OutputLayer, &Composed(&problem.head)] {
-        for options in [PolicyOptions::new(), PolicyOptions::new().with_entropy(0.1)] {
-            let error = head.policy_loss(&problem.hidden, &batch, &options).map(|_| ()).unwrap_err();
-            assert_eq!(error.to_string(), "token_ids: 50 at position 11 is not in 0..50, the vocabulary");
+    for options in [PolicyOptions::new(), PolicyOptions::new().with_entropy(0.1)] {
+        for loss in [problem.head.policy_loss(&problem.hidden, &batch, &options), problem.composed(&batch, &options)] {
+            let error = loss.unwrap_err().to_string();
+            assert_eq!(error, "token_ids: 50 at position 11 is not in 0..50, the vocabulary");
         }
     }
     Ok(())

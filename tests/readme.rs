@@ -1,5 +1,6 @@
 //! The snippets of README.md compile, and do what they say.
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{linear_no_bias, Linear, Module, VarBuilder, VarMap};
 use mos_head::linear_cross_entropy;
@@ -35,7 +36,7 @@ fn the_loss_and_the_gradients_are_those_of_the_logits() -> Result {
     let gradients = loss.backward()?;
     loss.check_gradients(&gradients, &varmap)?;
 
-    assert!((loss.value.to_scalar::<f32>()? - before.0).abs() < 1e-5);
+    assert_abs_diff_eq!(loss.value.to_scalar::<f32>()?, before.0, epsilon = 1e-5);
     let of_linear = linear_cross_entropy(&hidden, &weight, None, &targets, &options)?;
     assert_eq!(of_linear.value.to_scalar::<f32>()?, loss.value.to_scalar::<f32>()?);
     let [expected, found] =

@@ -2,13 +2,15 @@
 
 mod common;
 
+use approx::assert_relative_eq;
 use candle_core::{DType, Device, Result};
 use common::case::{upstream, weights, Case, Logits, Sizes, ENTRIES};
-use common::check::{backward, gradients, numbers};
+use common::check::{backward, central_differences, gradients};
 use common::compare::{assert_close, Tolerance};
 use common::composed::Operands;
 use common::objective::Objective;
 use common::reference::truth;
+use common::values::{numbers, Numbers};
 use mos_head::Reduction;
 
 const SIZES: Sizes = Sizes::new(4, 3, 3, 7);
@@ -58,30 +60,18 @@ fn the_reference_equals_the_composed_form_in_f64() -> Result<()> {
 
 #[test]
 fn the_reference_gradients_equal_its_central_differences() {
-    const STEP: f64 = 1e-5;
     for head in ENTRIES {
         let case = Case::random(head, SIZES, &[6], 7);
         let objective = everything(Reduction::None);
         let upstream = upstream(6, 4);
-        let value = |case: &Case| -> f64 {
+        let expected = central_differences(&case, |case| {
             let value = truth(case, &objective, &upstream).value;
-            value.iter().zip(&upstream).map(|(a, b)| a * b).sum()
-        };
-        let gradients = truth(&case, &objective, &upstream).gradients;
-        for (name, gradient) in &gradients {
-            let largest = gradient.iter().fold(0.0_f64, |a, b| a.max(b.abs()));
-            for (i, &slope) in gradient.iter().enumerate() {
-                let moved = |step: f64| {
-                    let mut moved = case.clone();
-                    moved.values.get_mut(name).expect(name)[i] += step;
-                    value(&moved)
-                };
-                let difference = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
-                assert!(
-                    (difference - slope).abs() <= 1e-8 * largest.max(1.0),
-                    "{head:?} {name}[{i}]: {slope} is not {difference}"
-                );
-            }
+            Ok(value.iter().zip(&upstream).map(|(a, b)| a * b).sum())
+        })
+        .expect("numbers");
+        for (name, gradient) in truth(&case, &objective, &upstream).gradients {
+            let found = Numbers::from(gradient).named(format!("{name} of {head:?}"));
+            assert_relative_eq!(found, *expected[name], epsilon = 1e-8, max_relative = 1e-8);
         }
     }
 }

@@ -2,8 +2,10 @@
 
 mod common;
 
+use approx::{abs_diff_eq, assert_abs_diff_eq};
 use candle_core::{DType, Device, Tensor};
-use common::sampled::{numbers_of, targets, Operands, VOCAB};
+use common::sampled::{sigmoid, targets, Problem, VOCAB};
+use common::values::numbers;
 use mos_head::sampled::{Negatives, NoiseDistribution};
 use mos_head::{Distributions, LossOptions, Reduction, Result};
 
@@ -25,7 +27,8 @@ fn mean(draws: usize, mut draw: impl FnMut(u64) -> Result<Vec<f64>>) -> Result<V
 #[track_caller]
 fn agrees(name: &str, found: &[(f64, f64)], expected: &[f64]) {
     for (i, ((mean, error), expected)) in found.iter().zip(expected).enumerate() {
-        assert!((mean - expected).abs() <= 5.0 * error + 1e-9, "{name}[{i}]: {mean} +- {error}, expected {expected}");
+        let is_near = abs_diff_eq!(*mean, *expected, epsilon = 5.0 * error + 1e-9);
+        assert!(is_near, "{name}[{i}]: {mean} +- {error}, expected {expected}");
     }
 }
 
@@ -57,11 +60,11 @@ fn expected_counts_are_those_of_many_draws() -> Result<()> {
 #[test]
 fn the_sum_over_the_negatives_is_unbiased() -> Result<()> {
     let (tensor, ids) = targets(&Device::Cpu)?;
-    let operands = Operands::random(7, 1, DType::F64, &Device::Cpu)?;
+    let problem = Problem::new(1, DType::F64, &Device::Cpu)?;
     let all: Vec<usize> = (0..VOCAB).collect();
-    let own = |negatives: &Negatives| operands.shifted(negatives, &ids).map(|(_, own)| own.squeeze(1));
+    let own = |negatives: &Negatives| problem.shifted(negatives, &ids).map(|(_, own)| own.squeeze(1));
     let exact = {
-        let logits = operands.logits(&all)?.squeeze(1)?.exp()?;
+        let logits = problem.logits(&all)?.squeeze(1)?.exp()?;
         let own = logits.gather(&tensor.unsqueeze(1)?, 1)?;
         (logits.sum(1)? - own.squeeze(1)?)?
     };
@@ -72,18 +75,18 @@ fn the_sum_over_the_negatives_is_unbiased() -> Result<()> {
             let negatives = draw(&NoiseDistribution::unigram(&counts)?, 12, seed)?;
             let own = own(&negatives)??;
             let options = LossOptions::new().with_sampled_softmax(negatives).with_reduction(Reduction::None);
-            let loss = operands.mixture()?.loss(&tensor, &options)?.value;
+            let loss = problem.mixture()?.loss(&tensor, &options)?.value;
             // Without the target: `exp(loss) = 1 + sum / exp(z'_y)`.
             let sum = ((loss.exp()? - 1.0)? * own.exp()?)?;
             let gradients = sum.sum_all()?.backward()?;
-            let mut all = numbers_of(&sum)?;
-            all.extend(numbers_of(gradients.get(&operands.contexts).unwrap())?);
-            all.extend(numbers_of(gradients.get(&operands.weight).unwrap())?);
+            let mut all = numbers(&sum).into_vec();
+            all.extend(numbers(gradients.get(&problem.vars["contexts"]).unwrap()));
+            all.extend(numbers(gradients.get(&problem.vars["decoder.weight"]).unwrap()));
             Ok(all)
         })?;
-        let mut expected = numbers_of(&exact)?;
-        expected.extend(numbers_of(gradient.get(&operands.contexts).unwrap())?);
-        expected.extend(numbers_of(gradient.get(&operands.weight).unwrap())?);
+        let mut expected = numbers(&exact).into_vec();
+        expected.extend(numbers(gradient.get(&problem.vars["contexts"]).unwrap()));
+        expected.extend(numbers(gradient.get(&problem.vars["decoder.weight"]).unwrap()));
         agrees("sum", &found, &expected);
     }
     Ok(())
@@ -92,30 +95,29 @@ fn the_sum_over_the_negatives_is_unbiased() -> Result<()> {
 #[test]
 fn nce_with_replacement_is_its_sum_over_the_vocabulary_on_average() -> Result<()> {
     let (tensor, ids) = targets(&Device::Cpu)?;
-    let operands = Operands::random(7, 1, DType::F64, &Device::Cpu)?;
+    let problem = Problem::new(1, DType::F64, &Device::Cpu)?;
     let noise = NoiseDistribution::log_uniform(VOCAB)?;
     let all: Vec<usize> = (0..VOCAB).collect();
     let log_expected = |id: usize| (8.0 * noise.probability(id)).ln();
     let table = |of: &dyn Fn(usize) -> f64, ids: &[usize]| {
         Tensor::from_iter(ids.iter().map(|&id| of(id)).collect::<Vec<_>>(), &Device::Cpu)
     };
-    let logits = operands.logits(&all)?.squeeze(1)?;
-    let sigmoid = |x: Tensor| (x.neg()?.exp()? + 1.0)?.recip();
+    let logits = problem.logits(&all)?.squeeze(1)?;
     let own = (logits.gather(&tensor.unsqueeze(1)?, 1)?.squeeze(1)? - table(&log_expected, &ids)?)?;
-    let rest = sigmoid(logits.broadcast_sub(&table(&log_expected, &all)?)?.neg()?)?.log()?;
+    let rest = sigmoid(&logits.broadcast_sub(&table(&log_expected, &all)?)?.neg()?)?.log()?;
     let rest = rest.broadcast_mul(&table(&|id| 8.0 * noise.probability(id), &all)?)?.sum(1)?;
-    let exact = (sigmoid(own)?.log()? + rest)?.neg()?;
+    let exact = (sigmoid(&own)?.log()? + rest)?.neg()?;
     let gradient = exact.sum_all()?.backward()?;
     let found = mean(1500, |seed| {
         let negatives = noise.draw_with_replacement(8, seed)?;
         let options = LossOptions::new().with_nce(negatives).with_reduction(Reduction::Sum);
-        let loss = operands.mixture()?.loss(&tensor, &options)?;
-        let mut all = numbers_of(&loss.nll)?;
-        all.extend(numbers_of(loss.backward()?.get(&operands.weight).unwrap())?);
+        let loss = problem.mixture()?.loss(&tensor, &options)?;
+        let mut all = numbers(&loss.nll).into_vec();
+        all.extend(numbers(loss.backward()?.get(&problem.vars["decoder.weight"]).unwrap()));
         Ok(all)
     })?;
-    let mut expected = numbers_of(&exact)?;
-    expected.extend(numbers_of(gradient.get(&operands.weight).unwrap())?);
+    let mut expected = numbers(&exact).into_vec();
+    expected.extend(numbers(gradient.get(&problem.vars["decoder.weight"]).unwrap()));
     agrees("nce", &found, &expected);
     Ok(())
 }
@@ -126,9 +128,9 @@ fn the_log_uniform_distribution_is_that_of_tensorflow() -> Result<()> {
     // (log(c + 2) - log(c + 1)) / log(11)
     let expected = [0.2890648263178878, 0.1690920836734384, 0.11997274264444943, 0.09305808883546389];
     for (id, expected) in expected.into_iter().enumerate() {
-        assert!((noise.probability(id) - expected).abs() < 1e-15);
+        assert_abs_diff_eq!(noise.probability(id), expected, epsilon = 1e-15);
     }
     let total: f64 = (0..11).map(|id| noise.probability(id)).sum();
-    assert!((total - 1.0).abs() < 1e-12);
+    assert_abs_diff_eq!(total, 1.0, epsilon = 1e-12);
     Ok(())
 }

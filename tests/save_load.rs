@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, VarBuilder, VarMap};
-use common::check::numbers;
 use common::on_each_device;
+use common::values::numbers;
 use mos_head::{MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig, SoftmaxHead};
 
 const HIDDEN: usize = 9;

@@ -5,45 +5,30 @@ mod common;
 
 use std::process::Command;
 
+use approx::assert_relative_eq;
 use candle_core::{DType, Device, Tensor, Var};
 use common::needs::GPU;
+use common::values::{gradients, numbers, uniform, Numbers};
 use mos_head::{LossOptions, OutputLayer, Result, SoftmaxHead};
 
-/// Numbers from -1 to 1.
-fn numbers(rows: usize, columns: usize, dtype: DType, device: &Device) -> Result<Var> {
-    let values: Vec<f32> = (0..rows * columns).map(|i| (i as f32 * 0.618).sin()).collect();
-    let tensor = Tensor::from_vec(values, (rows, columns), &Device::Cpu)?;
-    Ok(Var::from_tensor(&tensor.to_dtype(dtype)?.to_device(device)?)?)
-}
-
-/// The loss, the sum of each position's loss, and the gradients of the hidden states and of the decoder.
-fn step(positions: usize, vocab: usize, options: &LossOptions, dtype: DType, device: &Device) -> Result<[Vec<f32>; 4]> {
-    let [hidden, weight] = [positions, vocab].map(|rows| numbers(rows, 16, dtype, device));
-    let (hidden, weight) = (hidden?, weight?);
+/// The loss, the negative log-likelihood of each position, and the gradients of the hidden states and of the decoder.
+fn step(positions: usize, vocab: usize, options: &LossOptions, dtype: DType, device: &Device) -> Result<Vec<Numbers>> {
+    let variable = |rows: usize| -> Result<Var> {
+        Ok(Var::from_tensor(&uniform(&[rows, 16], 1.0, rows as u64)?.to_dtype(dtype)?.to_device(device)?)?)
+    };
+    let (hidden, weight) = (variable(positions)?, variable(vocab)?);
     let targets: Vec<u32> = (0..positions).map(|i| (i * 7919 % vocab) as u32).collect();
     let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
     let loss = head.loss(&hidden, &Tensor::from_vec(targets, positions, device)?, options)?;
-    let gradients = loss.backward()?;
-    let of = |variable: &Var| gradients.get(variable).expect("a gradient").clone();
-    let read = |tensor: Tensor| -> Result<Vec<f32>> {
-        Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
-    };
-    Ok([read(loss.value.clone())?, read(loss.nll.clone())?, read(of(&hidden))?, read(of(&weight))?])
+    let gradients = gradients(&loss.backward()?, [hidden.as_tensor(), &weight]);
+    Ok([vec![numbers(&loss.value), numbers(&loss.nll)], gradients].concat())
 }
 
 fn assert_same(positions: usize, vocab: usize, options: &LossOptions, dtype: DType, device: &Device) -> Result<()> {
     let expected = step(positions, vocab, options, dtype, &Device::Cpu)?;
-    let got = step(positions, vocab, options, dtype, device)?;
+    let found = step(positions, vocab, options, dtype, device)?;
     let tolerance = if dtype == DType::F32 { 1e-4 } else { 2e-2 };
-    let names = ["loss", "nll", "gradient of hidden", "gradient of weight"];
-    for ((name, got), expected) in names.iter().zip(got).zip(expected) {
-        assert_eq!(got.len(), expected.len(), "{name}");
-        let scale = expected.iter().fold(0f32, |scale, x| scale.max(x.abs()));
-        for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
-            let is_close = (got - expected).abs() <= tolerance * scale;
-            assert!(is_close, "{name} of {positions} by {vocab}, {dtype:?}: [{i}] is {got}, not {expected}");
-        }
-    }
+    assert_relative_eq!(found[..], expected[..], max_relative = tolerance);
     Ok(())
 }
 

@@ -2,11 +2,16 @@
 
 mod common;
 
+use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use candle_nn::{VarBuilder, VarMap};
+use common::case::Tensors;
+use common::check::{central_differences, gradients};
 use common::given::Given;
-use common::scores::{check_central_differences, compare, Case};
+use common::problem::Problem;
+use common::scores::assert_near;
+use common::values::{gradient, numbers, uniform};
 use common::{dtypes, exact, on_each_device};
 use mos_head::decode::{Sampler, Sampling};
 use mos_head::policy::{PolicyBatch, PolicyOptions};
@@ -35,16 +40,16 @@ fn scores_and_gradients_equal_composed_operations() -> Result<()> {
         [(1, 1, 1, 1), (2, 1, 3, 2), (5, 3, 7, 37), (3, 1, 16, 600), (70, 4, 9, 131), (4, 15, 20, 1030)]
     {
         for dtype in DTYPES {
-            let case = Case::new(positions, components, d, vocab);
+            let case = Problem::new(positions, components, d, vocab);
             for (n, entropy) in [(1, true), (0, true), (3, true), (3, false), (1, false)] {
-                Case { n, entropy, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { n, entropy, ..case }.check(dtype, tolerance(dtype))?;
                 // With one id, or two, nothing may be outside.
-                Case { n, entropy, outside: vocab > 3, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { n, entropy, outside: vocab > 3, ..case }.check(dtype, tolerance(dtype))?;
             }
             for temperature in [0.4, 3.0] {
-                Case { temperature, n: 2, ..case }.check(dtype, tolerance(dtype))?;
-                Case { temperature, entropy: false, ..case }.check(dtype, tolerance(dtype))?;
-                Case { temperature, outside: vocab > 3, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { temperature, n: 2, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { temperature, entropy: false, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { temperature, outside: vocab > 3, ..case }.check(dtype, tolerance(dtype))?;
             }
         }
     }
@@ -53,23 +58,23 @@ fn scores_and_gradients_equal_composed_operations() -> Result<()> {
 
 #[test]
 fn so_they_do_with_every_kind_of_logits() -> Result<()> {
-    let case = Case { n: 2, ..Case::new(6, 3, 8, 50) };
+    let case = Problem { n: 2, ..Problem::new(6, 3, 8, 50) };
     for dtype in [DType::F64, DType::F32] {
         for temperature in [1.0, 0.7] {
-            let case = Case { temperature, ..case };
-            Case { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
-            Case { masked: true, ..case }.check(dtype, tolerance(dtype))?;
-            Case { masked: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
+            let case = Problem { temperature, ..case };
+            Problem { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+            Problem { masked: true, ..case }.check(dtype, tolerance(dtype))?;
+            Problem { masked: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
             for entropy in [false, true] {
-                let case = Case { outside: true, entropy, ..case };
-                Case { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
-                Case { masked: true, ..case }.check(dtype, tolerance(dtype))?;
-                Case { transposed: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
-                Case { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
-                Case { n: 37, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
+                let case = Problem { outside: true, entropy, ..case };
+                Problem { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { masked: true, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { transposed: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
+                Problem { n: 37, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
             }
-            Case { transposed: true, ..case }.check(dtype, tolerance(dtype))?;
-            Case { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
+            Problem { transposed: true, ..case }.check(dtype, tolerance(dtype))?;
+            Problem { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
         }
     }
     Ok(())
@@ -251,12 +256,9 @@ on_each_device! {
                     // What a log-probability is rounded by.
                     let tolerance = if dtype == DType::F64 { 1e-10 } else { 1e-6 + 1e-7 * x / temperature };
                     for (name, value) in [("fused", value(fused)?), ("loss", loss.value), ("composed", value(composed)?)] {
-                        let gradient = value.backward()?.get(&bias).expect("a gradient").to_dtype(DType::F64)?;
-                        let found = gradient.to_vec1::<f64>()?;
-                        for (found, expected) in found.iter().zip(&expected) {
-                            let case = format!("{name} K = {components}, entropy {entropy}, T = {temperature}, {x}");
-                            assert!((found - expected).abs() <= tolerance * 10.0, "{case}: {found} {expected}");
-                        }
+                        let found = gradient(&value.backward()?, &bias).expect("a gradient");
+                        let case = format!("{name} K = {components}, entropy {entropy}, T = {temperature}, {x}");
+                        assert_abs_diff_eq!(found.named(case), expected, epsilon = 10.0 * tolerance);
                     }
                 }
             }
@@ -268,13 +270,13 @@ on_each_device! {
         for &dtype in dtypes(device) {
             for (positions, components, vocab) in [(5, 3, 37), (1, 1, 1), (3, 2, 1030)] {
                 for temperature in [0.7, 1.0, 1.8] {
-                    let case = Case { temperature, ..Case::new(positions, components, 6, vocab) };
+                    let case = Problem { temperature, ..Problem::new(positions, components, 6, vocab) };
                     for (n, entropy) in [(1, true), (1, false), (3, true), (3, false), (0, true)] {
-                        Case { n, entropy, ..case }.check_on(device, dtype, tolerance(dtype))?;
-                        Case { n, entropy, outside: vocab > 1, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                        Problem { n, entropy, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                        Problem { n, entropy, outside: vocab > 1, ..case }.check_on(device, dtype, tolerance(dtype))?;
                     }
-                    Case { n: 2, masked: true, ..case }.check_on(device, dtype, tolerance(dtype))?;
-                    Case { softcap: Some(1.5), logit_scale: 0.6, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                    Problem { n: 2, masked: true, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                    Problem { softcap: Some(1.5), logit_scale: 0.6, ..case }.check_on(device, dtype, tolerance(dtype))?;
                 }
             }
         }
@@ -290,23 +292,23 @@ on_each_device! {
         assert_eq!((scores.log_prob.dims(), scores.entropy.expect("asked for").dims()), (&[0, 3][..], &[0][..]));
         let nothing = |_| -> Result<ChunkTerms> { unreachable!("no chunk") };
         let loss = mixture.score_loss(&Tensor::zeros(0, DType::U32, device)?, &options, nothing)?;
-        let gradients = loss.backward()?;
-        compare("loss", &0, dtype, &loss.value, &Tensor::zeros((), dtype, device)?, 0.0)?;
-        let gradient = gradients.get(&weight).expect("a gradient");
-        Ok(compare("weight", &0, dtype, gradient, &weight.zeros_like()?, 0.0)?)
+        assert_eq!(numbers(&loss.value), numbers(&Tensor::zeros((), dtype, device)?));
+        assert_eq!(gradient(&loss.backward()?, &weight).expect("a gradient"), [0.0; 120]);
+        Ok(())
     }
 
     fn chunks_of_each_device_do_not_change_them(device: &Device) -> Result<()> {
         let dtype = exact(device);
-        let case = Case { n: 2, temperature: 0.8, ..Case::new(13, 3, 12, 300) };
-        let [contexts, logits, weight, bias] = case.operands(dtype)?.map(|t| t.to_device(device));
-        let operands = [Var::from_tensor(&contexts?)?.into_inner(), logits?, weight?, bias?];
-        let least = match (Case { workspace_bytes: Some(0), ..case }).scores(&operands) {
+        let case = Problem { n: 2, temperature: 0.8, ..Problem::new(13, 3, 12, 300) };
+        let mut operands = case.drawn(dtype).constants(dtype, device)?;
+        let contexts = Var::from_tensor(&operands["contexts"])?.into_inner();
+        operands.insert("contexts", contexts);
+        let least = match (Problem { workspace_bytes: Some(0), ..case }).scores(&operands) {
             Err(Error::Workspace { least, .. }) => least,
             other => panic!("a workspace of 0 bytes: {other:?}"),
         };
         for factor in [2, 4] {
-            Case { workspace_bytes: Some(factor * least), ..case }.check_on(device, dtype, 1e-5)?;
+            Problem { workspace_bytes: Some(factor * least), ..case }.check_on(device, dtype, 1e-5)?;
         }
         Ok(())
     }
@@ -314,12 +316,14 @@ on_each_device! {
 
 #[test]
 fn chunks_do_not_change_them() -> Result<()> {
-    let case = Case { n: 2, ..Case::new(61, 3, 12, 300) };
+    let case = Problem { n: 2, ..Problem::new(61, 3, 12, 300) };
     // The backward pass needs more than the scores do, and must fit too.
     let contexts = |is_variable: bool| -> Result<usize> {
-        let [contexts, logits, weight, bias] = case.operands(DType::F32)?;
-        let contexts = if is_variable { Var::from_tensor(&contexts)?.into_inner() } else { contexts };
-        match (Case { workspace_bytes: Some(0), ..case }).scores(&[contexts, logits, weight, bias]) {
+        let mut operands = case.drawn(DType::F32).constants(DType::F32, &Device::Cpu)?;
+        if is_variable {
+            operands.insert("contexts", case.variables(DType::F32)?["contexts"].clone());
+        }
+        match (Problem { workspace_bytes: Some(0), ..case }).scores(&operands) {
             Err(Error::Workspace { least, .. }) => Ok(least),
             other => panic!("a workspace of 0 bytes: {other:?}"),
         }
@@ -329,7 +333,7 @@ fn chunks_do_not_change_them() -> Result<()> {
     // The bias needs a gradient as well.
     let least = 2 * least;
     for factor in [1, 2, 4] {
-        Case { workspace_bytes: Some(factor * least), ..case }.check(DType::F32, 1e-5)?;
+        Problem { workspace_bytes: Some(factor * least), ..case }.check(DType::F32, 1e-5)?;
     }
     Ok(())
 }
@@ -337,10 +341,9 @@ fn chunks_do_not_change_them() -> Result<()> {
 /// Guards against a gradient that is dropped in silence: each score has one by itself.
 #[test]
 fn each_score_has_its_gradient_alone() -> Result<()> {
-    let case = Case { n: 2, outside: true, ..Case::new(5, 3, 7, 37) };
-    let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
-    let inputs = || vars.each_ref().map(|v| v.as_tensor().clone());
-    let (scores, expected) = (case.scores(&inputs())?, case.composed(&inputs())?);
+    let case = Problem { n: 2, outside: true, ..Problem::new(5, 3, 7, 37) };
+    let vars = case.variables(DType::F64)?;
+    let (scores, expected) = (case.scores(&vars)?, case.composed_scores(&vars)?);
     let found = [
         scores.log_prob.narrow(1, 0, 1)?,
         scores.log_prob.narrow(1, 1, 1)?,
@@ -352,11 +355,10 @@ fn each_score_has_its_gradient_alone() -> Result<()> {
         let (found, expected) = (value.backward()?, expected.narrow(1, i, 1)?.sum_all()?.backward()?);
         // The same with a copy less.
         let aside = scores.backward(&value)?;
-        for var in &vars {
-            let (Some(found), Some(expected)) = (found.get(var), expected.get(var)) else { panic!("no gradient") };
-            compare("a gradient", &case, DType::F64, found, expected, 1e-12)?;
-            compare("aside", &case, DType::F64, aside.get(var).expect("a gradient"), expected, 1e-12)?;
-        }
+        let expected = gradients(&expected, &vars);
+        assert_eq!(expected.len(), 4);
+        assert_near("a gradient", &gradients(&found, &vars), &expected, 1e-12);
+        assert_near("aside", &gradients(&aside, &vars), &expected, 1e-12);
     }
     Ok(())
 }
@@ -367,11 +369,9 @@ fn losses_of_candidates_equal_functions_of_scores() -> Result<()> {
     for (components, n, entropy, temperature) in
         [(1, 3, false, 1.0), (1, 1, false, 0.7), (3, 3, true, 1.0), (3, 3, false, 0.7), (3, 0, true, 1.0)]
     {
-        let case = Case { n, entropy, temperature, ..Case::new(11, components, 6, 40) };
-        let vars = case.operands(DType::F64)?.iter().map(Var::from_tensor).collect::<candle_core::Result<Vec<_>>>()?;
-        let log_priors = log_softmax(&vars[1], D::Minus1)?;
-        let log_priors = Some(&log_priors).filter(|_| components > 1);
-        let mixture = Mixture::new(&vars[0], log_priors, &vars[2], Some(&vars[3]))?;
+        let case = Problem { n, entropy, temperature, ..Problem::new(11, components, 6, 40) };
+        let vars = case.variables(DType::F64)?;
+        let mixture = case.mixture(&vars)?;
         let (token_ids, options) = (case.token_ids()?, case.options());
         let terms = move |scores: ChunkScores| {
             let of_ids = (scores.log_prob.sqr()? * 0.5)?.sum(1)?;
@@ -393,19 +393,13 @@ fn losses_of_candidates_equal_functions_of_scores() -> Result<()> {
         };
         for options in [options.clone().with_workspace_bytes(2 * least), options] {
             let loss = mixture.score_loss(&token_ids, &options, terms)?;
-            compare("value", &case, DType::F64, &loss.value.detach(), &value.detach(), 1e-12)?;
+            assert_relative_eq!(numbers(&loss.value), numbers(&value), max_relative = 1e-12);
             let nll = match n {
                 0 => Tensor::zeros(11, DType::F64, &Device::Cpu)?,
                 _ => scores.log_prob.narrow(1, 0, 1)?.squeeze(1)?.affine(-1.0, 0.0)?,
             };
-            compare("nll", &case, DType::F64, &loss.nll, &nll.detach(), 1e-12)?;
-            let found = loss.backward()?;
-            for (i, var) in vars.iter().enumerate().filter(|(i, _)| components > 1 || *i != 1) {
-                let (Some(found), Some(expected)) = (found.get(var), expected.get(var)) else {
-                    panic!("no gradient: {i}")
-                };
-                compare("gradient", &case, DType::F64, found, expected, 1e-12)?;
-            }
+            assert_relative_eq!(numbers(&loss.nll), numbers(&nll), max_relative = 1e-12);
+            assert_near("gradient", &gradients(&loss.backward()?, &vars), &gradients(&expected, &vars), 1e-12);
         }
     }
     Ok(())
@@ -414,22 +408,20 @@ fn losses_of_candidates_equal_functions_of_scores() -> Result<()> {
 /// Guards against an upstream gradient that is read as if it were contiguous.
 #[test]
 fn upstream_gradients_may_be_strided_or_broadcast() -> Result<()> {
-    let case = Case { n: 3, ..Case::new(4, 2, 5, 30) };
-    let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
-    let inputs = || vars.each_ref().map(|v| v.as_tensor().clone());
+    let case = Problem { n: 3, ..Problem::new(4, 2, 5, 30) };
+    let vars = case.variables(DType::F64)?;
     let upstream = Tensor::from_vec((0..12).map(|i| f64::from(i) - 4.5).collect(), (3, 4), &Device::Cpu)?;
     let value = |log_prob: &Tensor, entropy: &Tensor| -> Result<Tensor> {
         let strided = (log_prob.t()? * &upstream)?.sum_all()?;
         let broadcast = (log_prob.mean_all()? + entropy.broadcast_as((7, 4))?.sum_all()?)?;
         Ok((strided + broadcast)?)
     };
-    let (scores, expected) = (case.scores(&inputs())?, case.composed(&inputs())?);
+    let (scores, expected) = (case.scores(&vars)?, case.composed_scores(&vars)?);
     let found = value(&scores.log_prob, &scores.entropy.expect("asked for"))?.backward()?;
     let expected = value(&expected.narrow(1, 0, 3)?, &expected.narrow(1, 3, 1)?.squeeze(1)?)?.backward()?;
-    for var in &vars {
-        let (Some(found), Some(expected)) = (found.get(var), expected.get(var)) else { panic!("no gradient") };
-        compare("a gradient", &case, DType::F64, found, expected, 1e-12)?;
-    }
+    let expected = gradients(&expected, &vars);
+    assert_eq!(expected.len(), 4);
+    assert_near("a gradient", &gradients(&found, &vars), &expected, 1e-12);
     Ok(())
 }
 
@@ -439,9 +431,11 @@ fn upstream_gradients_may_be_strided_or_broadcast() -> Result<()> {
 fn scores_keep_their_bounds_at_large_offsets() -> Result<()> {
     for (offset, spread) in [(-100.0, 1.0), (1000.0, 1.0), (1e6, 0.0), (0.0, 1e4), (-1e4, 300.0)] {
         for components in [1, 3] {
-            let case = Case { n: 2, spread, ..Case::new(20, components, 6, 50) };
-            let [contexts, logits, weight, bias] = case.operands(DType::F32)?;
-            let scores = case.scores(&[contexts, logits, weight, bias.affine(spread.min(1.0), offset)?])?;
+            let case = Problem { n: 2, spread, ..Problem::new(20, components, 6, 50) };
+            let mut operands = case.drawn(DType::F32).constants(DType::F32, &Device::Cpu)?;
+            let bias = operands["decoder.bias"].affine(spread.min(1.0), offset)?;
+            operands.insert("decoder.bias", bias);
+            let scores = case.scores(&operands)?;
             let (log_prob, entropy) = (
                 scores.log_prob.flatten_all()?.to_vec1::<f32>()?,
                 scores.entropy.expect("asked for").to_vec1::<f32>()?,
@@ -449,7 +443,7 @@ fn scores_keep_their_bounds_at_large_offsets() -> Result<()> {
             assert!(log_prob.iter().all(|&x| x <= 0.0), "{offset} {spread}: {log_prob:?}");
             assert!(entropy.iter().all(|&h| (0.0..=50f32.ln()).contains(&h)), "{offset} {spread}: {entropy:?}");
             if spread == 0.0 {
-                assert!(entropy.iter().all(|&h| (h - 50f32.ln()).abs() < 1e-5), "{entropy:?}");
+                entropy.iter().for_each(|&h| assert_abs_diff_eq!(h, 50f32.ln(), epsilon = 1e-5));
             }
         }
     }
@@ -466,52 +460,54 @@ fn small_entropies_are_precise() -> Result<()> {
     let weight = Tensor::from_vec(logits, (40, 1), &Device::Cpu)?;
     let entropy = Mixture::new(&Tensor::ones((1, 1, 1), DType::F32, &Device::Cpu)?, None, &weight, None)?.entropy()?;
     let found = f64::from(entropy.to_vec1::<f32>()?[0]);
-    assert!((found - expected).abs() < 1e-4 * expected, "{found} {expected}");
+    assert_abs_diff_eq!(found, expected, epsilon = 1e-4 * expected);
     Ok(())
 }
 
 #[test]
 fn equal_components_are_one_and_a_temperature_of_one_changes_nothing() -> Result<()> {
-    let one = Case { n: 2, ..Case::new(9, 1, 6, 40) };
-    let [contexts, _, weight, bias] = one.operands(DType::F64)?;
-    let three = Case { components: 3, ..one };
-    let repeated = contexts.repeat((1, 3, 1))?;
+    let one = Problem { n: 2, ..Problem::new(9, 1, 6, 40) };
+    let operands = one.drawn(DType::F64).constants(DType::F64, &Device::Cpu)?;
+    let three = Problem { components: 3, ..one };
+    let mut repeated = operands.clone();
+    repeated.insert("contexts", operands["contexts"].repeat((1, 3, 1))?);
     let priors = Tensor::from_vec((0..27).map(|i| f64::from(i % 5)).collect(), (9, 3), &Device::Cpu)?;
-    let of_one = one.scores(&[
-        contexts.clone(),
-        Tensor::zeros((9, 1), DType::F64, &Device::Cpu)?,
-        weight.clone(),
-        bias.clone(),
-    ])?;
-    let of_three = three.scores(&[repeated, priors, weight.clone(), bias.clone()])?;
-    compare("log_prob", &three, DType::F64, &of_three.log_prob, &of_one.log_prob, 1e-14)?;
-    let (a, b) = (of_three.entropy.expect("asked for"), of_one.entropy.expect("asked for"));
-    compare("entropy", &three, DType::F64, &a, &b, 1e-14)?;
+    repeated.insert("log_priors", priors);
+    assert_same(three.scores(&repeated)?, one.scores(&operands)?, 1e-14);
     // For one softmax the temperature divides the logits.
-    let mixture = Mixture::new(&contexts, None, &weight, Some(&bias))?;
+    let mixture = one.mixture(&operands)?;
     let (ids, options) = (one.token_ids()?, ScoreOptions::new().with_entropy(true));
     let tempered = mixture.score(&ids, &options.clone().with_temperature(0.25))?;
-    let scaled = mixture.with_logit_scale(4.0)?.score(&ids, &options)?;
-    compare("log_prob", &one, DType::F64, &tempered.log_prob, &scaled.log_prob, 1e-13)?;
-    let (a, b) = (tempered.entropy.expect("asked for"), scaled.entropy.expect("asked for"));
-    Ok(compare("entropy", &one, DType::F64, &a, &b, 1e-13)?)
+    assert_same(tempered, mixture.with_logit_scale(4.0)?.score(&ids, &options)?, 1e-13);
+    Ok(())
+}
+
+/// Demands equal log-probabilities and entropies.
+fn assert_same(found: Scores, expected: Scores, tolerance: f64) {
+    assert_relative_eq!(numbers(&found.log_prob), numbers(&expected.log_prob), max_relative = tolerance);
+    let [found, expected] = [found, expected].map(|scores| numbers(&scores.entropy.expect("asked for")));
+    assert_relative_eq!(found, expected, max_relative = tolerance);
 }
 
 /// Central differences of all operands, the log-priors before their softmax included.
 #[test]
 fn gradients_equal_central_differences() -> Result<()> {
     for temperature in [1.0, 0.6] {
-        let case = Case { n: 2, temperature, outside: true, ..Case::new(3, 2, 4, 11) };
+        let case = Problem { n: 2, temperature, outside: true, ..Problem::new(3, 2, 4, 11) };
         let upstream = case.upstream()?;
-        let value = |operands: &[Tensor; 4]| -> Result<Tensor> {
-            let scores = case.scores(operands)?;
+        let value = |tensors: &Tensors| -> Result<Tensor> {
+            let scores = case.scores(tensors)?;
             let of_positions = [scores.entropy, scores.log_outside].map(|x| x.expect("asked for"));
             let scores = Tensor::cat(&[scores.log_prob, Tensor::stack(&of_positions, 1)?], 1)?;
             Ok((scores * &upstream)?.sum_all()?)
         };
-        let vars = case.operands(DType::F64)?.map(|t| Var::from_tensor(&t).expect("a variable"));
-        let operands = vars.each_ref().map(|v| v.as_tensor().clone());
-        check_central_differences(&vars, &value(&operands)?.backward()?, value)?;
+        let vars = case.variables(DType::F64)?;
+        let expected = central_differences(&case.drawn(DType::F64), |moved| {
+            Ok(value(&moved.constants(DType::F64, &Device::Cpu)?)?.to_scalar()?)
+        })?;
+        for (name, found) in gradients(&value(&vars)?.backward()?, &vars) {
+            assert_abs_diff_eq!(found, expected[name], epsilon = 1e-8);
+        }
     }
     Ok(())
 }
@@ -519,23 +515,20 @@ fn gradients_equal_central_differences() -> Result<()> {
 /// A head that only has what an output layer must have composes them.
 #[test]
 fn heads_and_log_probabilities_have_them_too() -> Result<()> {
-    let weight = Tensor::randn(0f64, 1.0, (30, 6), &Device::Cpu)?;
-    let head = SoftmaxHead::from_tensors(weight, None)?;
-    let hidden = Tensor::randn(0f64, 1.0, (2, 4, 6), &Device::Cpu)?;
+    let head = SoftmaxHead::from_tensors(uniform(&[30, 6], 1.7, 1)?, None)?;
+    let hidden = uniform(&[2, 4, 6], 1.7, 2)?;
     let ids = Tensor::from_vec((0..24u32).collect::<Vec<_>>(), (2, 4, 3), &Device::Cpu)?;
     for temperature in [1.0, 2.0] {
         let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
         let scores = head.score(&hidden, &ids, &options)?;
-        let composed = Scores::from_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
-        compare("log_prob", &temperature, DType::F64, &scores.log_prob, &composed.log_prob, 1e-13)?;
-        let (a, b) = (scores.entropy.expect("asked for"), composed.entropy.expect("asked for"));
-        assert_eq!(a.dims(), [2, 4]);
-        compare("entropy", &temperature, DType::F64, &a, &b, 1e-13)?;
+        assert_eq!(scores.entropy.as_ref().expect("asked for").dims(), [2, 4]);
+        assert_same(scores, Scores::from_log_probs(&head.log_probs(&hidden)?, &ids, &options)?, 1e-13);
     }
     let one = ids.narrow(2, 0, 1)?;
     assert_eq!(head.log_prob(&hidden, &one)?.dims(), [2, 4, 1]);
     let log_probs = log_softmax(&head.log_probs(&hidden)?, D::Minus1)?.gather(&one.contiguous()?, 2)?;
-    Ok(compare("log_prob", &0, DType::F64, &head.log_prob(&hidden, &one)?, &log_probs, 1e-13)?)
+    assert_relative_eq!(numbers(&head.log_prob(&hidden, &one)?), numbers(&log_probs), max_relative = 1e-13);
+    Ok(())
 }
 
 #[test]
@@ -569,7 +562,7 @@ fn every_head_scores_without_dropout() -> Result<()> {
         Box::new(MixtureOfSoftmaxes::new(&config, vb.pp("mixture"))?),
         Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 30, vec![10]), vb.pp("adaptive"))?),
     ];
-    let hidden = Var::randn(0f64, 1.0, (2, 4, 6), &Device::Cpu)?;
+    let hidden = Var::from_tensor(&uniform(&[2, 4, 6], 1.7, 2)?)?;
     let ids = Tensor::from_vec((0..16u32).collect::<Vec<_>>(), (2, 4, 2), &Device::Cpu)?;
     let one = ids.narrow(2, 1, 1)?.squeeze(2)?.contiguous()?;
     for head in heads {
@@ -577,14 +570,16 @@ fn every_head_scores_without_dropout() -> Result<()> {
         let expected = log_probs.gather(&ids, 2)?;
         let entropy = (log_probs.exp()? * &log_probs)?.sum(2)?.neg()?;
         let scores = head.score(&hidden, &ids, &ScoreOptions::new().with_entropy(true))?;
-        compare("log_prob", &0, DType::F64, &scores.log_prob, &expected, 1e-12)?;
-        compare("entropy", &0, DType::F64, scores.entropy.as_ref().expect("asked for"), &entropy, 1e-12)?;
         let log_prob = head.log_prob(&hidden, &one)?;
-        compare("log_prob", &1, DType::F64, &log_prob, &expected.narrow(2, 1, 1)?.squeeze(2)?, 1e-12)?;
-        let found = (log_prob.sum_all()? + scores.entropy.expect("asked for").sum_all()?)?.backward()?;
-        let expected = (expected.narrow(2, 1, 1)?.sum_all()? + entropy.sum_all()?)?.backward()?;
-        let (Some(found), Some(expected)) = (found.get(&hidden), expected.get(&hidden)) else { panic!("no gradient") };
-        compare("gradient", &0, DType::F64, found, expected, 1e-12)?;
+        let of_one = expected.narrow(2, 1, 1)?.squeeze(2)?;
+        let found_entropy = scores.entropy.expect("asked for");
+        for (found, expected) in [(&scores.log_prob, &expected), (&found_entropy, &entropy), (&log_prob, &of_one)] {
+            assert_relative_eq!(numbers(found), numbers(expected), max_relative = 1e-12);
+        }
+        let found = (log_prob.sum_all()? + found_entropy.sum_all()?)?.backward()?;
+        let expected = (of_one.sum_all()? + entropy.sum_all()?)?.backward()?;
+        let expected = gradient(&expected, &hidden).expect("a gradient");
+        assert_relative_eq!(gradient(&found, &hidden).expect("a gradient"), expected, max_relative = 1e-12);
     }
     Ok(())
 }

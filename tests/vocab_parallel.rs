@@ -3,21 +3,21 @@
 mod common;
 #[path = "common/ranks.rs"]
 mod ranks;
-#[path = "common/values.rs"]
-mod values;
 #[path = "common/vocabulary.rs"]
 mod vocabulary;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, DeviceLocation, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::compare::{assert_close, Tolerance};
 use common::devices;
+use common::values::{self, numbers, tensor, Numbers};
 use mos_head::decode::{Sampler, Sampling};
 use mos_head::distill::{DistillOptions, Teacher};
-use mos_head::distributed::{Collectives, Numbers, VocabParallel, VocabShard};
+use mos_head::distributed::{self, Collectives, VocabParallel, VocabShard};
 use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions};
@@ -26,10 +26,8 @@ use mos_head::{
     Result, SoftmaxHead,
 };
 use ranks::on_ranks;
-use values::tensor;
 use vocabulary::{
-    adapted_decoders_equal_the_whole, correct_targets_are_those_of_the_whole, equals_the_whole, numbers, Problem, D,
-    POSITIONS,
+    adapted_decoders_equal_the_whole, correct_targets_are_those_of_the_whole, equals_the_whole, Problem, D, POSITIONS,
 };
 
 #[test]
@@ -66,7 +64,7 @@ fn a_loss_on_a_gpu_equals_the_loss_of_the_whole_vocabulary() -> Result<()> {
 #[test]
 fn every_rank_has_the_same_bits_in_every_run() -> Result<()> {
     for device in devices() {
-        let run = |ranks: Arc<dyn Collectives>| -> Result<Vec<Vec<f64>>> {
+        let run = |ranks: Arc<dyn Collectives>| -> Result<Vec<Numbers>> {
             let device = own(&device)?;
             let shard = VocabShard::new(ranks, 701)?;
             let problem = Problem::new(701, 3, DType::F32, 701)?.on(&device)?;
@@ -95,18 +93,16 @@ fn a_head_has_the_whole_vocabulary_and_log_probs_of_ids() -> Result<()> {
     let (weight, hidden) = (tensor(&[50, D], 1, DType::F32)?, tensor(&[2, 3, D], 2, DType::F32)?);
     let token_ids = Tensor::new(&[[0u32, 49, 17], [16, 33, 34]], &Device::Cpu)?;
     let whole = SoftmaxHead::from_tensors(weight.clone(), None)?;
-    let expected = numbers(&whole.log_prob(&hidden, &token_ids)?)?;
-    for found in on_ranks(3, |ranks| -> Result<Vec<f64>> {
+    let expected = numbers(&whole.log_prob(&hidden, &token_ids)?);
+    for found in on_ranks(3, |ranks| -> Result<Numbers> {
         let shard = VocabShard::new(ranks, 50)?;
         let rows = weight.narrow(0, shard.range().start, shard.range().len())?;
         let head = VocabParallel::new(SoftmaxHead::from_tensors(rows, None)?, shard)?;
         assert_eq!((head.hidden_size(), head.vocab_size()), (D, 50));
         assert!(matches!(head.log_probs(&hidden), Err(Error::Unsupported { option: OptionName::LogProbs, .. })));
-        numbers(&head.log_prob(&hidden, &token_ids)?)
+        Ok(numbers(&head.log_prob(&hidden, &token_ids)?))
     }) {
-        for (found, expected) in found?.iter().zip(&expected) {
-            assert!((found - expected).abs() < 1e-5, "{found} {expected}");
-        }
+        assert_abs_diff_eq!(found?, expected, epsilon = 1e-5);
     }
     Ok(())
 }
@@ -130,7 +126,7 @@ impl Collectives for Counted {
         self.0.ranks()
     }
 
-    fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()> {
+    fn all_reduce_sum(&self, numbers: distributed::Numbers<'_>) -> Result<()> {
         self.count(numbers.bytes());
         self.0.all_reduce_sum(numbers)
     }
@@ -140,7 +136,7 @@ impl Collectives for Counted {
         self.0.all_gather(numbers)
     }
 
-    fn broadcast(&self, numbers: Numbers<'_>, root: usize) -> Result<()> {
+    fn broadcast(&self, numbers: distributed::Numbers<'_>, root: usize) -> Result<()> {
         self.count(numbers.bytes());
         self.0.broadcast(numbers, root)
     }
@@ -236,7 +232,7 @@ fn an_ignored_position_may_be_nan() -> Result<()> {
             let loss = VocabParallel::new(head, shard)?.loss(&hidden, &problem.targets, &options)?;
             let gradients = loss.backward()?;
             for variable in variables.all_vars() {
-                let of_variable = numbers(gradients.get(&variable).expect("a gradient"))?;
+                let of_variable = numbers(gradients.get(&variable).expect("a gradient"));
                 assert!(of_variable.iter().all(|x| x.is_finite()), "{of_variable:?}");
             }
             Ok(())
@@ -258,9 +254,9 @@ fn a_batch_may_be_empty() -> Result<()> {
             let targets = Tensor::zeros(0, DType::U32, &device)?;
             let mixture = Mixture::new(&contexts, None, &weight, None)?;
             let loss = mixture.vocab_parallel(&shard).loss(&targets, &LossOptions::new())?;
-            assert_eq!(numbers(&loss.value)?, [0.0]);
+            assert_eq!(numbers(&loss.value), [0.0]);
             let gradients = loss.backward()?;
-            assert!(numbers(gradients.get(&weight).expect("a gradient"))?.iter().all(|&x| x == 0.0));
+            assert!(numbers(gradients.get(&weight).expect("a gradient")).iter().all(|&x| x == 0.0));
             Ok(())
         }) {
             result?;
@@ -290,16 +286,14 @@ fn extremes_are_those_of_the_whole_vocabulary() -> Result<()> {
             for options in [none.clone(), none.clone().with_label_smoothing(0.1).with_correct(true)] {
                 let options = options.with_ignore_index(ignored);
                 let whole = Mixture::new(contexts, log_priors, &problem.weight, Some(&bias))?;
-                let expected = numbers(&whole.loss(&targets, &options)?.value)?;
-                for found in on_ranks(3, |ranks| {
+                let expected = numbers(&whole.loss(&targets, &options)?.value);
+                for found in on_ranks(3, |ranks| -> Result<Numbers> {
                     let shard = VocabShard::new(ranks, 3)?;
                     let rows = |whole: &Tensor| whole.narrow(0, shard.range().start, 1);
                     let mixture = Mixture::new(contexts, log_priors, &rows(&problem.weight)?, Some(&rows(&bias)?))?;
-                    numbers(&mixture.vocab_parallel(&shard).loss(&targets, &options)?.value)
+                    Ok(numbers(&mixture.vocab_parallel(&shard).loss(&targets, &options)?.value))
                 }) {
-                    let found = found?;
-                    let same = |a: f64, b: f64| a == b || (a - b).abs() < 1e-5 || a.is_nan() && b.is_nan();
-                    assert!(found.iter().zip(&expected).all(|(a, b)| same(*a, *b)), "{found:?} {expected:?}");
+                    assert_abs_diff_eq!(found?, expected, epsilon = 1e-5);
                 }
             }
         }
@@ -337,11 +331,11 @@ fn a_policy_loss_without_an_entropy_is_that_of_the_whole_vocabulary() -> Result<
         .with_old_log_probs((numbers_of(4)? - 4.0)?)
         .with_reference_log_probs((numbers_of(5)? - 4.0)?);
     let options = PolicyOptions::new().with_kl(0.1).with_normalization(PolicyNormalization::Sequences);
-    let of_head = |head: &dyn OutputLayer, hidden: &Var, weight: &Var| -> Result<[Vec<f64>; 3]> {
+    let of_head = |head: &dyn OutputLayer, hidden: &Var, weight: &Var| -> Result<[Numbers; 3]> {
         let loss = head.policy_loss(hidden, &batch, &options)?;
         let gradients = loss.backward()?;
         let of = |var: &Var| numbers(gradients.get(var).expect("a gradient"));
-        Ok([numbers(&loss.value)?, of(hidden)?, of(weight)?])
+        Ok([numbers(&loss.value), of(hidden), of(weight)])
     };
     let (whole_hidden, whole_weight) = (Var::from_tensor(&hidden)?, Var::from_tensor(&weight)?);
     let whole = SoftmaxHead::from_tensors(whole_weight.as_tensor().clone(), None)?;
@@ -359,9 +353,7 @@ fn a_policy_loss_without_an_entropy_is_that_of_the_whole_vocabulary() -> Result<
             let (rows, found) = found?;
             let expected = [&value[..], &of_hidden, &of_weight[rows.start * D..rows.end * D]];
             for (found, expected) in found.iter().zip(expected) {
-                assert_eq!(found.len(), expected.len());
-                let is_close = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-11 * (1.0 + b.abs());
-                assert!(found.iter().zip(expected).all(is_close), "{found:?} {expected:?}");
+                assert_abs_diff_eq!(*found, *expected, epsilon = 1e-11);
             }
         }
     }
@@ -590,7 +582,7 @@ fn a_frozen_head_gives_hidden_states_alone_a_gradient() -> Result<()> {
         let (whole, found) = (gradients(&head)?, gradients(&*head.frozen()?)?);
         assert!(whole.get(&weight).is_some() && found.get(&weight).is_none());
         let [found, whole] = [found, whole].map(|store| numbers(store.get(&hidden).expect("a gradient")));
-        assert_close("hidden", &found?, &whole?, None, Tolerance::gradient(DType::F64));
+        assert_close("hidden", &found, &whole, None, Tolerance::gradient(DType::F64));
         Ok(())
     };
     on_ranks(2, of_rank).into_iter().collect()

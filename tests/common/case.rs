@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use super::composed::{log_softmax, Operands};
 use super::on;
+use super::values::draw;
 use candle_core::{DType, Device, Result, Tensor, Var};
-use mos_head::ContextActivation;
+use mos_head::{ContextActivation, Mixture};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 /// Tensors by the crate's parameter names, with `hidden`, `contexts` and `log_priors` for the inputs.
@@ -61,6 +63,8 @@ pub struct Case {
     pub lead: Vec<usize>,
     pub activation: ContextActivation,
     pub logits: Logits,
+    /// Whether the decoder's tensor is `[d, vocab]`; its values are `[vocab, d]` in any case.
+    pub transposed: bool,
     pub values: BTreeMap<&'static str, Vec<f64>>,
     pub targets: Vec<i64>,
 }
@@ -81,12 +85,13 @@ impl Case {
             lead: lead.to_vec(),
             activation: ContextActivation::Tanh,
             logits: Logits::PLAIN,
+            transposed: false,
             values: BTreeMap::new(),
             targets: (0..positions).map(|_| rng.random_range(0..sizes.vocab as i64)).collect(),
         };
-        for &(name, spread) in case.operands() {
+        for &(name, spread) in case.spreads() {
             let length = case.shape(name).iter().product();
-            let mut values: Vec<f64> = (0..length).map(|_| rng.random_range(-spread..spread)).collect();
+            let mut values = draw(&mut rng, length, spread);
             if name == "log_priors" {
                 values.chunks_mut(sizes.components).for_each(super::reference::log_softmax);
             }
@@ -95,7 +100,7 @@ impl Case {
         case
     }
 
-    fn operands(&self) -> &'static [(&'static str, f64)] {
+    fn spreads(&self) -> &'static [(&'static str, f64)] {
         match self.head {
             Head::Softmax => &[("hidden", 1.5), ("decoder.weight", 1.0), ("decoder.bias", 1.0)],
             Head::Mixture => &[("contexts", 1.5), ("log_priors", 1.5), ("decoder.weight", 1.0), ("decoder.bias", 1.0)],
@@ -147,6 +152,20 @@ impl Case {
         self
     }
 
+    /// The case at these of its positions, in their order.
+    pub fn at(&self, positions: impl IntoIterator<Item = usize>) -> Self {
+        let positions: Vec<usize> = positions.into_iter().collect();
+        let targets = positions.iter().map(|&t| self.targets[t]).collect();
+        let mut part = Self { lead: vec![positions.len()], targets, ..self.clone() };
+        for name in ["hidden", "contexts", "log_priors"] {
+            if let Some(values) = part.values.get_mut(name) {
+                let width = values.len() / self.positions();
+                *values = positions.iter().flat_map(|&t| &self.values[name][t * width..][..width]).copied().collect();
+            }
+        }
+        part
+    }
+
     /// The case rounded to `dtype`, so that the rounding of the inputs is not counted as an error.
     pub fn rounded(mut self, dtype: DType) -> Result<Self> {
         for values in self.values.values_mut() {
@@ -168,10 +187,32 @@ impl Case {
     /// Every operand as a tensor that needs no gradient.
     pub fn constants(&self, dtype: DType, device: &Device) -> Result<Tensors> {
         let tensor = |(&name, values): (&&'static str, &Vec<f64>)| {
-            let stored = Tensor::from_slice(values, self.shape(name), &Device::Cpu)?;
+            let mut stored = Tensor::from_slice(values, self.shape(name), &Device::Cpu)?;
+            if self.transposed && name == "decoder.weight" {
+                stored = stored.t()?.contiguous()?;
+            }
             Ok((name, on(device, &stored.to_dtype(dtype)?)?))
         };
         self.values.iter().map(tensor).collect()
+    }
+
+    /// What the head passes to the mixture, from the tensors of its operands; log-priors are normalized.
+    pub fn operands(&self, tensors: &Tensors) -> Result<Operands> {
+        let mut tensors = tensors.clone();
+        if self.transposed {
+            tensors.insert("decoder.weight", tensors["decoder.weight"].t()?);
+        }
+        let mut operands = Operands::project(self.head, &tensors, self.activation)?;
+        if let Some(log_priors) = &operands.log_priors {
+            let dtype = if log_priors.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+            operands.log_priors = Some(log_softmax(&log_priors.to_dtype(dtype)?)?);
+        }
+        Ok(operands)
+    }
+
+    /// The library's mixture of constants.
+    pub fn mixture(&self, dtype: DType, device: &Device) -> mos_head::Result<Mixture> {
+        self.operands(&self.constants(dtype, device)?)?.mixture(self.logits)
     }
 
     /// The targets as a tensor of `i64`.

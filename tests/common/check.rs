@@ -15,6 +15,10 @@ use super::composed::Operands;
 use super::objective::Objective;
 use super::on;
 use super::reference::{truth, Truth};
+use super::values::{self, gradient, numbers, Numbers};
+
+/// Gradients by the name of the operand.
+pub type Gradients = BTreeMap<&'static str, Numbers>;
 
 /// A head with its hidden states, or the fused op alone.
 #[derive(Debug)]
@@ -75,22 +79,28 @@ macro_rules! finished {
     }};
 }
 
-/// The head of `case`, from its tensors.
-pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn MixtureLayer>> {
+/// The tensors of a mixture.
+pub fn parts(tensors: &Tensors) -> MixtureTensors {
     let tensor = |name: &str| tensors[name].clone();
     let optional = |name: &str| tensors.get(name).cloned();
-    if case.head == Head::Softmax {
-        let head = SoftmaxHead::from_tensors(tensor("decoder.weight"), optional("decoder.bias"))?;
-        return Ok(Box::new(finished!(head, case)));
-    }
-    let parts = MixtureTensors {
+    MixtureTensors {
         prior_weight: tensor("prior.weight"),
         prior_bias: optional("prior.bias"),
         latent_weight: tensor("latent.weight"),
         latent_bias: tensor("latent.bias"),
         decoder_weight: tensor("decoder.weight"),
         decoder_bias: optional("decoder.bias"),
-    };
+    }
+}
+
+/// The head of `case`, from its tensors.
+pub fn build(case: &Case, tensors: &Tensors) -> Result<Box<dyn MixtureLayer>> {
+    if case.head == Head::Softmax {
+        let bias = tensors.get("decoder.bias").cloned();
+        let head = SoftmaxHead::from_tensors(tensors["decoder.weight"].clone(), bias)?;
+        return Ok(Box::new(finished!(head, case)));
+    }
+    let parts = parts(tensors);
     Ok(match case.head {
         Head::MixtureOfContexts => Box::new(finished!(MixtureOfContexts::from_tensors(parts, case.activation)?, case)),
         _ => Box::new(finished!(MixtureOfSoftmaxes::from_tensors(parts, case.activation)?, case)),
@@ -105,21 +115,17 @@ pub fn least_workspace(layer: &Layer, targets: &Tensor, options: &LossOptions) -
     }
 }
 
-/// All numbers of a tensor.
-pub fn numbers(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor.to_device(&Device::Cpu).and_then(|t| t.flatten_all()).and_then(|t| t.to_dtype(DType::F64));
-    flat.and_then(|t| t.to_vec1()).expect("a readable tensor")
+/// The gradient of every tensor that has one.
+pub fn gradients(store: &GradStore, tensors: &Tensors) -> Gradients {
+    tensors.iter().filter_map(|(&name, tensor)| Some((name, gradient(store, tensor)?.named(name)))).collect()
 }
 
-/// The gradient of every tensor that has one.
-pub fn gradients(store: &GradStore, tensors: &Tensors) -> BTreeMap<&'static str, Vec<f64>> {
-    let one = |(&name, tensor): (&&'static str, &Tensor)| {
-        let gradient = store.get(tensor)?;
-        assert_eq!(gradient.dims(), tensor.dims(), "shape of the gradient of {name}");
-        assert_eq!(gradient.dtype(), tensor.dtype(), "dtype of the gradient of {name}");
-        Some((name, numbers(gradient)))
-    };
-    tensors.iter().filter_map(one).collect()
+/// The central differences of a function in every number of a case, each of the shape of its operand.
+pub fn central_differences(case: &Case, f: impl Fn(&Case) -> Result<f64>) -> Result<Gradients> {
+    let with = |values: BTreeMap<_, _>| Case { values, ..case.clone() };
+    let slopes = values::central_differences(&case.values, 1e-5, |moved| f(&with(moved.clone())))?;
+    let slopes = with(slopes).constants(DType::F64, &Device::Cpu)?;
+    Ok(slopes.iter().map(|(&name, slope)| (name, numbers(slope))).collect())
 }
 
 /// The gradients of `value` for the upstream gradient `upstream`.
@@ -252,10 +258,10 @@ impl Check {
 
 /// The results of the composed form by name.
 #[derive(Default)]
-struct Composed(BTreeMap<&'static str, Vec<f64>>);
+struct Composed(Gradients);
 
 impl Composed {
     fn get(&self, name: &str) -> Option<&[f64]> {
-        self.0.get(name).map(Vec::as_slice)
+        self.0.get(name).map(|numbers| &**numbers)
     }
 }

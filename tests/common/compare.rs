@@ -6,6 +6,8 @@
 
 use candle_core::DType;
 
+use super::values::difference;
+
 /// What an array holds, which determines how exact it must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -75,7 +77,7 @@ pub fn compare(got: &[f64], truth: &[f64], composed: Option<&[f64]>, tolerance: 
     let scale = sizes.fold(tolerance.least_scale, f64::max);
     let composed_error = composed.map_or(f64::INFINITY, |composed| {
         // If the composed form is undefined, its error is infinite, and only the ceiling applies.
-        let errors = composed.iter().zip(truth).map(|(c, t)| error_of(*c, *t, scale));
+        let errors = composed.iter().zip(truth).map(|(c, t)| difference(*c, *t) / scale);
         errors.fold(0.0, f64::max)
     });
     let (ceiling, floor) = tolerance.limits();
@@ -88,7 +90,7 @@ pub fn compare(got: &[f64], truth: &[f64], composed: Option<&[f64]>, tolerance: 
     let mut worst = 0.0_f64;
     let mut mismatches = vec![];
     for (i, (&g, &t)) in got.iter().zip(truth).enumerate() {
-        let error = error_of(g, t, scale);
+        let error = difference(g, t) / scale;
         worst = worst.max(error);
         if error > limit {
             mismatches.push(format!("[{i}] got {g:e}, expected {t:e}, error {error:.1e}"));
@@ -103,17 +105,6 @@ pub fn compare(got: &[f64], truth: &[f64], composed: Option<&[f64]>, tolerance: 
         "{count} of {all} beyond {limit:.1e} (composed: {composed_error:.1e}, scale {scale:.1e}, {tolerance:?}): {}",
         mismatches.join("; ")
     ))
-}
-
-/// Infinite if one is NaN or infinite and the other is not the same.
-fn error_of(got: f64, truth: f64, scale: f64) -> f64 {
-    if got == truth || (got.is_nan() && truth.is_nan()) {
-        0.0
-    } else if got.is_finite() && truth.is_finite() {
-        (got - truth).abs() / scale
-    } else {
-        f64::INFINITY
-    }
 }
 
 /// Panics unless `got` is accepted. With `SHOW_ERRORS` in the environment (and `--nocapture`) it prints the error, to

@@ -4,7 +4,7 @@
 //! Softmaxes are written out, because candle's fused ones drop gradients.
 
 use candle_core::{DType, Device, Result, Tensor, D};
-use mos_head::{ContextActivation, Reduction};
+use mos_head::{ContextActivation, Mixture, Reduction};
 
 use super::case::{Head, Logits, Tensors};
 use super::objective::Objective;
@@ -46,7 +46,7 @@ impl Operands {
         }
         let layer = |weight: &str, bias: &str| linear(&hidden, &tensors[weight], tensors.get(bias));
         let prior_logits = layer("prior.weight", "prior.bias")?;
-        let log_priors = prior_logits.broadcast_sub(&log_sum_exp(&prior_logits)?.unsqueeze(1)?)?;
+        let log_priors = log_softmax(&prior_logits)?;
         let contexts = layer("latent.weight", "latent.bias")?;
         let contexts = contexts.reshape(((), log_priors.dim(1)?, d))?;
         let contexts = match activation {
@@ -60,8 +60,8 @@ impl Operands {
         Ok(Self { contexts: contexts.broadcast_mul(&priors)?.sum_keepdim(1)?, log_priors: None, weight, bias })
     }
 
-    /// Log-probabilities `[positions, vocab]` and each component's log-sum-exp `[positions, K]`.
-    pub fn log_probs(&self, finish: Logits) -> Result<(Tensor, Tensor)> {
+    /// The logits `[positions, K, vocab]`.
+    pub fn logits(&self, finish: Logits) -> Result<Tensor> {
         let (positions, k, d) = self.contexts.dims3()?;
         let flat = self.contexts.reshape((positions * k, d))?;
         let mut logits = linear(&flat, &self.weight, self.bias.as_ref())?;
@@ -71,9 +71,38 @@ impl Operands {
         if let Some(cap) = finish.softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
+        logits.reshape((positions, k, ()))
+    }
+
+    /// The decoder's rows of these ids.
+    pub fn only(self, ids: &Tensor) -> Result<Self> {
+        let weight = self.weight.contiguous()?.index_select(ids, 0)?;
+        let bias = self.bias.map(|bias| bias.index_select(ids, 0)).transpose()?;
+        Ok(Self { weight, bias, ..self })
+    }
+
+    pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
+        let optional = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| tensor.to_dtype(dtype)).transpose();
+        Ok(Self {
+            contexts: self.contexts.to_dtype(dtype)?,
+            log_priors: optional(&self.log_priors)?,
+            weight: self.weight.to_dtype(dtype)?,
+            bias: optional(&self.bias)?,
+        })
+    }
+
+    /// The same mixture in the library.
+    pub fn mixture(&self, finish: Logits) -> mos_head::Result<Mixture> {
+        let mixture = Mixture::new(&self.contexts, self.log_priors.as_ref(), &self.weight, self.bias.as_ref())?;
+        let mixture = mixture.with_logit_scale(finish.scale)?;
+        finish.softcap.map_or(Ok(mixture.clone()), |cap| mixture.with_softcap(cap))
+    }
+
+    /// Log-probabilities `[positions, vocab]` and each component's log-sum-exp `[positions, K]`.
+    pub fn log_probs(&self, finish: Logits) -> Result<(Tensor, Tensor)> {
+        let logits = self.logits(finish)?;
         let lse = log_sum_exp(&logits)?;
-        let components = logits.broadcast_sub(&lse.unsqueeze(1)?)?.reshape((positions, k, ()))?;
-        let lse = lse.reshape((positions, k))?;
+        let components = logits.broadcast_sub(&lse.unsqueeze(2)?)?;
         let Some(log_priors) = &self.log_priors else {
             return Ok((components.squeeze(1)?, lse));
         };
@@ -137,8 +166,13 @@ fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> 
 }
 
 /// The log-sum-exp over the last dimension, which is removed.
-fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
+pub fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
     let largest = x.max_keepdim(D::Minus1)?.detach();
     let sum = x.broadcast_sub(&largest)?.exp()?.sum(D::Minus1)?;
     sum.log()? + largest.squeeze(D::Minus1)?
+}
+
+/// The log-softmax over the last dimension.
+pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
+    x.broadcast_sub(&log_sum_exp(x)?.unsqueeze(D::Minus1)?)
 }

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
 use mos_head::decode::{BeamSearch, Constraints, NextToken, Sampling, TokenRequest};
 use mos_head::distributed::{Collectives, VocabParallel, VocabShard};
 use mos_head::{Error, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result};
 
-use crate::values::tensor;
+use crate::values::{numbers, tensor, Numbers};
 
 pub const VOCAB: usize = 1301;
 pub const HIDDEN: usize = 12;
@@ -55,8 +56,7 @@ fn ranks_as(cut: &dyn OutputLayer, whole: &dyn OutputLayer) -> Result<()> {
     assert_eq!(found.token_ids.to_vec3::<u32>()?, ids);
     // Some of equal probability are on several ranks.
     assert!(ids.iter().flatten().any(|ids| ids.windows(2).any(|pair| pair[1] == pair[0] + 700)));
-    let difference = (found.log_probs - expected.log_probs)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
-    assert!(difference < 1e-5, "{difference}");
+    assert_abs_diff_eq!(numbers(&found.log_probs), numbers(&expected.log_probs), epsilon = 1e-5);
     assert_eq!(cut.argmax(&hidden)?.to_vec2::<u32>()?, whole.argmax(&hidden)?.to_vec2::<u32>()?);
     Ok(())
 }
@@ -64,11 +64,12 @@ fn ranks_as(cut: &dyn OutputLayer, whole: &dyn OutputLayer) -> Result<()> {
 fn draws_as(cut: &dyn OutputLayer, whole: &dyn OutputLayer) -> Result<()> {
     for (found, expected) in drawn(cut)?.iter().zip(drawn(whole)?) {
         assert_eq!(found.token_id, expected.token_id);
-        let close = |a: f64, b: f64| (a - b).abs() < 1e-4;
-        assert!(close(found.log_prob, expected.log_prob), "{found:?} {expected:?}");
-        assert!(close(found.sampled_log_prob, expected.sampled_log_prob), "{found:?} {expected:?}");
-        assert!(close(found.entropy.expect("asked for"), expected.entropy.expect("asked for")));
-        assert!(found.best.iter().zip(&expected.best).all(|(a, b)| a.0 == b.0 && close(a.1, b.1)));
+        let read = |token: &NextToken| -> Numbers {
+            let best = token.best.iter().flat_map(|&(id, log_prob)| [f64::from(id), log_prob]);
+            let entropy = token.entropy.expect("asked for");
+            [token.log_prob, token.sampled_log_prob, entropy].into_iter().chain(best).collect()
+        };
+        assert_abs_diff_eq!(read(found), read(&expected), epsilon = 1e-4);
     }
     Ok(())
 }

@@ -42,7 +42,14 @@ pub const KINDS: [Kind; 6] = [
 ];
 
 /// Parameters and `hidden`, by name.
-pub type Values = BTreeMap<String, (Vec<usize>, Vec<f64>)>;
+pub type Values = BTreeMap<String, Vec<f64>>;
+
+/// Random ones, with their shapes.
+#[derive(Clone)]
+pub struct Random {
+    shapes: BTreeMap<String, Vec<usize>>,
+    pub values: Values,
+}
 
 impl Kind {
     pub fn adaptive(self) -> AdaptiveConfig {
@@ -79,22 +86,17 @@ impl Kind {
     }
 
     /// Random parameters, and hidden states with these leading dimensions.
-    pub fn random(self, lead: &[usize], seed: u64) -> Result<Values> {
+    pub fn random(self, lead: &[usize], seed: u64) -> Result<Random> {
         let vars = VarMap::new();
         self.build(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
-        let mut shapes: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-        for (name, var) in vars.data().lock().expect("variables").iter() {
-            shapes.insert(name.clone(), var.dims().to_vec());
-        }
+        let vars = vars.data().lock().expect("variables");
+        let mut shapes: BTreeMap<_, _> = vars.iter().map(|(name, var)| (name.clone(), var.dims().to_vec())).collect();
         shapes.insert("hidden".into(), [lead, &[HIDDEN]].concat());
         let mut rng = StdRng::seed_from_u64(seed);
-        let fill = |(name, shape): (String, Vec<usize>)| {
-            let length = shape.iter().product();
-            // Numbers that bf16 holds.
-            let values = (0..length).map(|_| f64::from(rng.random_range(-100..=100_i32)) / 64.0).collect();
-            (name, (shape, values))
-        };
-        Ok(shapes.into_iter().map(fill).collect())
+        // Numbers that bf16 holds.
+        let mut draw = |n: usize| (0..n).map(|_| f64::from(rng.random_range(-100..=100_i32)) / 64.0).collect();
+        let values = shapes.iter().map(|(name, shape)| (name.clone(), draw(shape.iter().product()))).collect();
+        Ok(Random { shapes, values })
     }
 
     /// The place of an id: an entry of the root, and a cluster with the ids of it in their order.
@@ -122,7 +124,7 @@ impl Kind {
 
     /// The log-probabilities of all positions by the formula.
     pub fn log_probs(self, values: &Values) -> Vec<Vec<f64>> {
-        let get = |name: &str| values.get(name).map(|(_, values)| values.as_slice());
+        let get = |name: &str| values.get(name).map(Vec::as_slice);
         let prefix = if get("head.weight").or(get("head.decoder.weight")).is_some() { "head" } else { "class" };
         let of = |name: &str| get(&format!("{prefix}.{name}"));
         let position = |hidden: &[f64]| {
@@ -166,7 +168,7 @@ impl Kind {
             };
             (0..VOCAB).map(id).collect()
         };
-        values["hidden"].1.chunks(HIDDEN).map(position).collect()
+        values["hidden"].chunks(HIDDEN).map(position).collect()
     }
 
     /// The value of an objective by the formula, times `upstream`, and negative log-likelihoods, sum and count.
@@ -216,43 +218,16 @@ fn linear(weight: &[f64], bias: Option<&[f64]>, x: &[f64]) -> Vec<f64> {
     weight.chunks(x.len()).enumerate().map(row).collect()
 }
 
-/// The central differences of `f` in every number of `values`.
-pub fn central_differences(values: &Values, f: impl Fn(&Values) -> f64) -> BTreeMap<String, Vec<f64>> {
-    const STEP: f64 = 1e-5;
-    let mut moved = values.clone();
-    let mut all = BTreeMap::new();
-    for (name, (_, numbers)) in values {
-        let mut slopes = Vec::new();
-        for (i, &x) in numbers.iter().enumerate() {
-            let mut at = |x: f64| {
-                moved.get_mut(name).expect("a parameter").1[i] = x;
-                f(&moved)
-            };
-            let (high, low) = (at(x + STEP), at(x - STEP));
-            at(x);
-            slopes.push((high - low) / (2.0 * STEP));
-        }
-        all.insert(name.clone(), slopes);
-    }
-    all
-}
+/// A head, its hidden states, and all variables by name.
+pub type Built = (Box<dyn OutputLayer>, Tensor, HashMap<String, Tensor>);
 
-/// Every value as a variable.
-pub fn variables(values: &Values, dtype: DType, device: &Device) -> CandleResult<HashMap<String, Tensor>> {
-    let variable = |(name, (shape, values)): (&String, &(Vec<usize>, Vec<f64>))| {
-        let tensor = Tensor::from_slice(values, shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?;
+/// The head of `kind` on variables of these values, its hidden states, and all of them by name.
+pub fn build(kind: Kind, random: &Random, dtype: DType, device: &Device) -> Result<Built> {
+    let variable = |(name, values): (&String, &Vec<f64>)| {
+        let tensor = Tensor::from_slice(values, random.shapes[name].as_slice(), &Device::Cpu)?.to_dtype(dtype)?;
         Ok((name.clone(), Var::from_tensor(&on(device, &tensor)?)?.into_inner()))
     };
-    values.iter().map(variable).collect()
-}
-
-/// The head of `kind` on these variables, and its hidden states.
-pub fn build(
-    kind: Kind,
-    tensors: &HashMap<String, Tensor>,
-    dtype: DType,
-    device: &Device,
-) -> Result<(Box<dyn OutputLayer>, Tensor)> {
+    let tensors: HashMap<_, _> = random.values.iter().map(variable).collect::<CandleResult<_>>()?;
     let head = kind.build(VarBuilder::from_tensors(tensors.clone(), dtype, device))?;
-    Ok((head, tensors["hidden"].clone()))
+    Ok((head, tensors["hidden"].clone(), tensors))
 }

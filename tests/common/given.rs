@@ -19,10 +19,11 @@ impl OutputLayer for Given {
     }
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
         let places = hidden.flatten_all()?.to_dtype(DType::U32)?;
-        match places.elem_count() {
-            0 => Ok(self.0.narrow(0, 0, 0)?),
-            _ => Ok(self.0.index_select(&places, 0)?),
-        }
+        let rows = match places.elem_count() {
+            0 => self.0.narrow(0, 0, 0)?,
+            _ => self.0.index_select(&places, 0)?,
+        };
+        Ok(rows.reshape([&hidden.dims()[..hidden.rank() - 1], &[self.vocab_size()]].concat())?)
     }
 }
 

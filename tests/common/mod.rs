@@ -1,6 +1,6 @@
 //! Shared by the integration tests: the reference in `f64` ([`reference`]), the same formula from ordinary candle
-//! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), and random problems
-//! ([`case`], [`objective`], [`random`]).
+//! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), random problems ([`case`],
+//! [`problem`], [`objective`], [`random`]), and the numbers of tensors ([`values`]).
 // Every test binary uses only some of it.
 #![allow(dead_code, unreachable_pub, unused_imports, unused_macros)]
 
@@ -13,10 +13,12 @@ pub mod factorised;
 pub mod given;
 pub mod needs;
 pub mod objective;
+pub mod problem;
 pub mod random;
 pub mod reference;
 pub mod sampled;
 pub mod scores;
+pub mod values;
 
 use candle_core::{DType, Device, Tensor};
 

@@ -33,11 +33,7 @@ pub struct Truth {
 /// The reference results of `case` under `objective`; `upstream` is the gradient with respect to the value.
 pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
     let projected = Projected::new(case);
-    let decoder = Decoder {
-        weight: &case.values["decoder.weight"],
-        bias: case.values.get("decoder.bias").map(Vec::as_slice),
-        logits: case.logits,
-    };
+    let decoder = Decoder::new(case);
     let (positions, k, d) = (case.positions(), projected.components, case.sizes.context);
     let mut truth = Truth::default();
     let mut slopes = Slopes {
@@ -90,10 +86,32 @@ pub fn truth(case: &Case, objective: &Objective, upstream: &[f64]) -> Truth {
     truth
 }
 
+/// The log-probabilities of each position, and the log-sum-exp of each of its components.
+pub fn distributions(case: &Case) -> Vec<(Vec<f64>, Vec<f64>)> {
+    let (projected, decoder) = (Projected::new(case), Decoder::new(case));
+    let k = projected.components;
+    let contexts = projected.contexts.chunks(k * case.sizes.context);
+    let position = |(contexts, log_priors)| {
+        let position = Position::new(contexts, log_priors, &decoder);
+        (position.log_probs, position.lse)
+    };
+    contexts.zip(projected.log_priors.chunks(k)).map(position).collect()
+}
+
 struct Decoder<'a> {
     weight: &'a [f64],
     bias: Option<&'a [f64]>,
     logits: Logits,
+}
+
+impl<'a> Decoder<'a> {
+    fn new(case: &'a Case) -> Self {
+        Self {
+            weight: &case.values["decoder.weight"],
+            bias: case.values.get("decoder.bias").map(Vec::as_slice),
+            logits: case.logits,
+        }
+    }
 }
 
 /// The distribution at one position.

@@ -1,88 +1,84 @@
 //! Random mixtures, and the formulas of losses over a sample in candle's operations.
 
-use candle_core::{DType, Device, Tensor, Var, D};
-use candle_nn::ops::log_softmax;
+use approx::assert_relative_eq;
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor};
 use mos_head::sampled::{Negatives, NoiseDistribution};
-use mos_head::{Error, Mixture, Result};
+use mos_head::{Mixture, Result};
 
+use super::case::{Case, Head, Sizes, Tensors};
+use super::check::{gradients, Gradients};
+use super::composed::{log_sum_exp, Operands};
 use super::exact;
+use super::values::numbers;
 
 pub const VOCAB: usize = 40;
 
-/// Random operands of a mixture, all variables.
-pub struct Operands {
-    pub contexts: Var,
-    /// Before their softmax.
-    pub priors: Var,
-    pub weight: Var,
-    pub bias: Option<Var>,
-    pub scale: f64,
+/// A random mixture whose operands are variables.
+pub struct Problem {
+    case: Case,
+    pub vars: Tensors,
 }
 
-impl Operands {
-    pub fn random(positions: usize, components: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let mut state = 7u64;
-        let mut random = |shape: &[usize]| {
-            let values = (0..shape.iter().product()).map(|_| {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                (state >> 33) as f64 / (1u64 << 31) as f64 * 2.0 - 1.0
-            });
-            let tensor = Tensor::from_iter(values.collect::<Vec<f64>>(), &Device::Cpu)?.reshape(shape)?;
-            Ok::<_, Error>(Var::from_tensor(&tensor.to_dtype(dtype)?.to_device(device)?)?)
-        };
-        Ok(Operands {
-            contexts: random(&[positions, components, 6])?,
-            priors: random(&[positions, components])?,
-            weight: random(&[VOCAB, 6])?,
-            bias: Some(random(&[VOCAB])?),
-            scale: 1.0,
-        })
+impl Problem {
+    pub fn new(components: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let case = Case::random(Head::Mixture, Sizes::new(0, 6, components, VOCAB), &[TARGETS.len()], 7);
+        Ok(Self { vars: case.variables(dtype, device)?, case })
     }
 
-    pub fn variables(&self) -> Vec<&Var> {
-        let always = [&self.contexts, &self.priors, &self.weight];
-        always.into_iter().chain(&self.bias).collect()
+    pub fn with_scale(mut self, scale: f64) -> Self {
+        self.case.logits.scale = scale;
+        self
     }
 
-    pub fn log_priors(&self) -> Result<Tensor> {
-        Ok(log_softmax(&self.priors.to_dtype(exact(self.priors.device()))?, D::Minus1)?)
+    pub fn without_bias(mut self) -> Self {
+        self.vars.remove("decoder.bias");
+        self
+    }
+
+    pub fn operands(&self) -> Result<Operands> {
+        Ok(self.case.operands(&self.vars)?)
     }
 
     pub fn mixture(&self) -> Result<Mixture> {
-        let bias = self.bias.as_deref();
-        Mixture::new(&self.contexts, Some(&self.log_priors()?), &self.weight, bias)?.with_logit_scale(self.scale)
+        self.operands()?.mixture(self.case.logits)
     }
 
-    /// Logits of some ids, `[positions, K, n]`.
+    /// The gradients of the operands. A single log-prior has none.
+    pub fn gradients(&self, store: &GradStore) -> Gradients {
+        let mut gradients = gradients(store, &self.vars);
+        if self.case.sizes.components == 1 {
+            gradients.remove("log_priors");
+        }
+        gradients
+    }
+
+    /// Demands equal gradients, up to a share of the largest number of each, which counts as at least 1e-3.
+    #[track_caller]
+    pub fn assert_near(&self, found: &GradStore, expected: &GradStore, tolerance: f64) {
+        let (found, expected) = (self.gradients(found), self.gradients(expected));
+        assert!(found.len() >= 3 && found.keys().eq(expected.keys()), "{:?} {:?}", found.keys(), expected.keys());
+        for (found, expected) in found.values().zip(expected.values()) {
+            assert_relative_eq!(found, expected, epsilon = 1e-3 * tolerance, max_relative = tolerance);
+        }
+    }
+
+    /// The logits of some ids, `[positions, K, n]`.
     pub fn logits(&self, ids: &[usize]) -> Result<Tensor> {
-        let exact = exact(self.weight.device());
-        let ids = Tensor::from_iter(ids.iter().map(|&id| id as u32), self.weight.device())?;
-        let rows = self.weight.to_dtype(exact)?.index_select(&ids, 0)?;
-        let logits = self.contexts.to_dtype(exact)?.broadcast_matmul(&rows.t()?)?;
-        let logits = match &self.bias {
-            Some(bias) => logits.broadcast_add(&bias.to_dtype(exact)?.index_select(&ids, 0)?)?,
-            None => logits,
-        };
-        Ok((logits * self.scale)?)
+        let device = self.vars["contexts"].device();
+        let ids = Tensor::from_iter(ids.iter().map(|&id| id as u32), device)?;
+        Ok(self.operands()?.to_dtype(exact(device))?.only(&ids)?.logits(self.case.logits)?)
     }
 
-    /// `z - log E[count]` of the negatives `[positions, K, S]`, minus infinity at the target, and of the target
-    /// `[positions, K]`.
+    /// `z - log E[count]` of the negatives `[positions, K, S]`, and of the target `[positions, K]`.
     pub fn shifted(&self, negatives: &Negatives, targets: &[usize]) -> Result<(Tensor, Tensor)> {
-        let (device, exact) = (self.weight.device(), exact(self.weight.device()));
         let shift = |id: usize| -negatives.expected_count(id).ln();
-        let table = |of: &dyn Fn(usize) -> f64, ids: &[usize]| {
-            Tensor::from_iter(ids.iter().map(|&id| of(id)).collect::<Vec<_>>(), &Device::Cpu)?
-                .to_dtype(exact)?
-                .to_device(device)
-        };
-        let logits = self.logits(negatives.token_ids())?.broadcast_add(&table(&shift, negatives.token_ids())?)?;
-        let own: Vec<Tensor> = targets
-            .iter()
-            .enumerate()
-            .map(|(position, &id)| Ok((self.logits(&[id])?.get(position)?.squeeze(1)? + shift(id))?))
-            .collect::<Result<_>>()?;
-        Ok((logits, Tensor::stack(&own, 0)?))
+        let logits = self.logits(negatives.token_ids())?;
+        let shifts: Vec<f64> = negatives.token_ids().iter().map(|&id| shift(id)).collect();
+        let shifts = Tensor::new(shifts, &Device::Cpu)?.to_dtype(logits.dtype())?.to_device(logits.device())?;
+        let own = targets.iter().enumerate();
+        let own = own.map(|(t, &id)| Ok((self.logits(&[id])?.get(t)?.squeeze(1)? + shift(id))?));
+        Ok((logits.broadcast_add(&shifts)?, Tensor::stack(&own.collect::<Result<Vec<_>>>()?, 0)?))
     }
 
     /// The sampled softmax at each position, by its formula.
@@ -95,40 +91,29 @@ impl Operands {
         let counts = Tensor::from_iter(counts.collect::<Vec<f64>>(), &Device::Cpu)?;
         let counts = counts.reshape((targets.len(), 1, ()))?.to_dtype(logits.dtype())?.to_device(logits.device())?;
         let all = Tensor::cat(&[&logits.broadcast_add(&counts)?, &own.unsqueeze(2)?], 2)?;
-        let log_p = (own - all.log_sum_exp(2)?)?;
-        Ok((self.log_priors()? + log_p)?.log_sum_exp(1)?.neg()?)
+        let log_p = (own - log_sum_exp(&all)?)?;
+        let log_priors = self.operands()?.log_priors.expect("log-priors").to_dtype(log_p.dtype())?;
+        Ok(log_sum_exp(&(log_priors + log_p)?)?.neg()?)
     }
 
     /// NCE at each position, by its formula.
     pub fn nce(&self, negatives: &Negatives, targets: &[usize]) -> Result<Tensor> {
         let (logits, own) = self.shifted(negatives, targets)?;
-        let sigmoid = |x: &Tensor| (x.neg()?.exp()? + 1.0)?.recip();
         let repeats = Tensor::from_iter(negatives.repeats().iter().map(|&n| n as f32), logits.device())?;
         let noise = sigmoid(&logits.neg()?)?.log()?.broadcast_mul(&repeats.to_dtype(logits.dtype())?)?.sum(2)?;
         Ok((sigmoid(&own)?.log()? + noise)?.neg()?.squeeze(1)?)
     }
 }
 
-pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(tensor.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
+pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    Ok((x.neg()?.exp()? + 1.0)?.recip()?)
 }
 
-pub fn numbers_of(tensor: &Tensor) -> Result<Vec<f64>> {
-    match tensor.dtype() {
-        DType::F64 => Ok(tensor.flatten_all()?.to_vec1()?),
-        _ => numbers(tensor),
-    }
-}
-
+/// Demands that tensors differ by at most a share of the largest number, which counts as at least 1e-3.
 #[track_caller]
-pub fn close(name: &str, found: &Tensor, expected: &Tensor, tolerance: f64) -> Result<()> {
-    assert_eq!(found.dims(), expected.dims(), "{name}");
-    let (found, expected) = (numbers_of(found)?, numbers_of(expected)?);
-    let largest = expected.iter().fold(1e-3f64, |largest, x| largest.max(x.abs()));
-    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
-        assert!((found - expected).abs() <= tolerance * largest, "{name}[{i}]: {found}, expected {expected}");
-    }
-    Ok(())
+pub fn assert_near(name: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
+    let found = numbers(found).named(name);
+    assert_relative_eq!(found, numbers(expected), epsilon = 1e-3 * tolerance, max_relative = tolerance);
 }
 
 /// The tolerance of gradients and losses, relative to the largest.

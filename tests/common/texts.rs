@@ -4,13 +4,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
+use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::distributed::{Collectives, DataParallel, VocabParallel, VocabShard};
 use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result};
 
-use crate::values::tensor;
+use crate::values::{numbers, tensor, Numbers};
 
 const POSITIONS: usize = 29;
 pub const HIDDEN: usize = 6;
@@ -39,17 +40,17 @@ pub fn head(dtype: DType) -> Result<(MixtureOfSoftmaxes, Vec<(String, Var)>)> {
     rows_of_head(dtype, 0..VOCAB)
 }
 
-/// The gradients of all variables; of those with a row for each id, these rows.
-fn numbers(gradients: &GradStore, vars: &[(String, Var)], rows: Range<usize>) -> Result<Vec<f64>> {
-    let of = |(_, var): &(String, Var)| {
-        let gradient = gradients.get(var).expect("a gradient");
-        let gradient = match gradient.dim(0)? {
-            VOCAB => gradient.narrow(0, rows.start, rows.len())?,
-            _ => gradient.clone(),
-        };
-        gradient.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()
+/// The gradients of all variables, one after another; of those with a row for each id, these rows.
+fn gradients(store: &GradStore, vars: &[(String, Var)], rows: Range<usize>) -> Result<Numbers> {
+    let rows = |(_, var): &(String, Var)| {
+        let gradient = store.get(var).expect("a gradient");
+        Ok(numbers(&if gradient.dim(0)? == VOCAB {
+            gradient.narrow(0, rows.start, rows.len())?
+        } else {
+            gradient.clone()
+        }))
     };
-    Ok(vars.iter().map(of).collect::<candle_core::Result<Vec<_>>>()?.concat())
+    Ok(vars.iter().map(rows).collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
 }
 
 /// Loss and gradients of one process with all texts equal what the ranks with some of the texts, and perhaps with some of
@@ -74,7 +75,7 @@ pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<d
             let expected = whole.loss(&hidden, &targets, &options(&of_positions))?;
             let shard = vocabulary.map(|ranks| VocabShard::new(ranks.clone(), VOCAB)).transpose()?;
             let rows = shard.as_ref().map_or(0..VOCAB, VocabShard::range);
-            let expected_gradients = numbers(&expected.backward()?, &vars, rows.clone())?;
+            let expected_gradients = gradients(&expected.backward()?, &vars, rows.clone())?;
             let expected = expected.value.to_dtype(DType::F64)?.to_scalar::<f64>()?;
 
             // The last has most targets.
@@ -91,21 +92,17 @@ pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<d
             let ranks = DataParallel::new(texts.clone());
             let options = ranks.options(&of_rank(&targets)?, &options(&of_rank(&of_positions)?))?;
             let loss = head.loss(&of_rank(&hidden)?, &of_rank(&targets)?, &options)?;
-            let mut gradients = loss.backward()?;
-            ranks.all_reduce_named(&mut gradients, &vars)?;
+            let mut store = loss.backward()?;
+            ranks.all_reduce_named(&mut store, &vars)?;
             let [value] = ranks.sums([loss.value.to_dtype(DType::F64)?.to_scalar::<f64>()?])?;
-            let gradients = numbers(&gradients, &vars, 0..VOCAB)?;
+            let gradients = gradients(&store, &vars, 0..VOCAB)?;
 
             let mut bits = DefaultHasher::new();
             gradients.iter().chain([&value]).for_each(|number| number.to_bits().hash(&mut bits));
             let of_ranks = texts.all_gather(&[(bits.finish() >> 12) as f64])?;
             assert!(of_ranks.iter().all(|of_rank| *of_rank == of_ranks[0]), "{of_ranks:?}");
-            assert!((value - expected).abs() <= tolerance * expected.abs(), "{value} {expected}");
-            let largest = expected_gradients.iter().fold(0f64, |largest, x| largest.max(x.abs()));
-            assert_eq!(gradients.len(), expected_gradients.len());
-            for (found, expected) in gradients.iter().zip(&expected_gradients) {
-                assert!((found - expected).abs() <= tolerance * largest, "{dtype:?} {found} {expected}");
-            }
+            assert_abs_diff_eq!(value, expected, epsilon = tolerance * expected.abs());
+            assert_relative_eq!(gradients, expected_gradients, max_relative = tolerance);
         }
     }
     Ok(())

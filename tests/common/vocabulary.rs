@@ -3,20 +3,17 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::ops::log_softmax;
 use mos_head::distributed::{Collectives, VocabParallel, VocabShard};
 use mos_head::parts::LowRankAdapter;
 use mos_head::{Distributions, Error, LossOptions, Mixture, OutputLayer, Reduction, Result, SoftmaxHead};
 
-use crate::values::tensor;
+use crate::values::{gradient, numbers, tensor, Numbers};
 
 pub const POSITIONS: usize = 23;
 pub const D: usize = 7;
-
-pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(tensor.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1()?)
-}
 
 /// The operands of a mixture over the whole vocabulary.
 pub struct Problem {
@@ -59,7 +56,7 @@ impl Problem {
         ids: std::ops::Range<usize>,
         upstream: &Tensor,
         loss: impl Fn(&Mixture) -> Result<mos_head::Loss>,
-    ) -> Result<Vec<Vec<f64>>> {
+    ) -> Result<Vec<Numbers>> {
         let rows = |whole: &Tensor| Ok::<_, Error>(Var::from_tensor(&whole.narrow(0, ids.start, ids.len())?)?);
         let (weight, bias) = (rows(&self.weight)?, rows(&self.bias)?);
         let contexts = Var::from_tensor(&self.contexts)?;
@@ -73,13 +70,10 @@ impl Problem {
             0 => loss.value.backward()?,
             _ => (&loss.value * upstream.to_dtype(loss.value.dtype())?)?.sum_all()?.backward()?,
         };
-        let mut results = vec![numbers(&loss.value)?, numbers(&loss.nll)?, numbers(&loss.sum)?, numbers(&loss.count)?];
-        let optional = [&loss.is_correct, &loss.correct];
-        results.extend(optional.into_iter().flatten().map(numbers).collect::<Result<Vec<_>>>()?);
-        for var in [Some(&contexts), log_priors.as_ref(), Some(&weight), Some(&bias)].into_iter().flatten() {
-            results.push(store.get(var).map_or(Ok(vec![]), numbers)?);
-        }
-        Ok(results)
+        let fields = [&loss.value, &loss.nll, &loss.sum, &loss.count];
+        let fields = fields.into_iter().chain([&loss.is_correct, &loss.correct].into_iter().flatten()).map(numbers);
+        let vars = [Some(&contexts), log_priors.as_ref(), Some(&weight), Some(&bias)].into_iter().flatten();
+        Ok(fields.chain(vars.map(|var| gradient(&store, var).unwrap_or_default())).collect())
     }
 }
 
@@ -172,15 +166,10 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>, device: &Device) -> Result
                         } else {
                             &expected[..]
                         };
-                        assert_eq!(found.len(), expected.len());
                         found.iter().for_each(|found| found.to_bits().hash(&mut bits));
-                        let largest = expected.iter().fold(0f64, |largest, x| largest.max(x.abs()));
-                        for (found, expected) in found.iter().zip(expected) {
-                            let what =
-                                format!("{device:?} {dtype:?} {vocab} {components} {i} {j} rank {}", ranks.rank());
-                            let difference = (found - expected).abs();
-                            assert!(difference <= tolerance * (largest + 1e-3), "{what}: {found} {expected}");
-                        }
+                        let name = format!("{device:?} {dtype:?} {vocab} {components} {i} {j} rank {}", ranks.rank());
+                        let found = found.clone().named(name);
+                        assert_relative_eq!(found, *expected, epsilon = 1e-3 * tolerance, max_relative = tolerance);
                     }
                 }
             }
@@ -203,13 +192,13 @@ pub fn correct_targets_are_those_of_the_whole(ranks: &Arc<dyn Collectives>) -> R
         let targets = best.iter().zip([0, 20, 0, 7].into_iter().cycle()).map(|(best, shift)| (best + shift) % 40);
         let targets = Tensor::from_iter(targets, &Device::Cpu)?;
         let options = LossOptions::evaluation().with_correct(true);
-        let expected = numbers(&whole.loss(&targets, &options)?.is_correct.expect("asked for"))?;
+        let expected = numbers(&whole.loss(&targets, &options)?.is_correct.expect("asked for"));
         assert!(expected.contains(&0.0) && expected.iter().filter(|&&is_correct| is_correct == 1.0).count() > 10);
         let shard = VocabShard::new(ranks.clone(), VOCAB)?;
         let rows = |whole: &Tensor| whole.narrow(0, shard.range().start, shard.range().len());
         let mixture = Mixture::new(&problem.contexts, log_priors, &rows(&weight)?, Some(&rows(&bias)?))?;
         let found = mixture.vocab_parallel(&shard).loss(&targets, &options)?.is_correct.expect("asked for");
-        assert_eq!(numbers(&found)?, expected, "{components}");
+        assert_eq!(numbers(&found), expected, "{components}");
     }
     Ok(())
 }
@@ -222,7 +211,7 @@ pub fn adapted_decoders_equal_the_whole(ranks: &Arc<dyn Collectives>) -> Result<
         let hidden = Var::from_tensor(&tensor(&[positions, D], 2, DType::F32)?)?;
         let targets = Tensor::from_iter((0..positions).map(|t| (t * 11 % VOCAB) as u32), &Device::Cpu)?;
         // The loss, and the gradients of the hidden states and of both factors of the adapter.
-        let results = |shard: Option<&VocabShard>| -> Result<Vec<Vec<f64>>> {
+        let results = |shard: Option<&VocabShard>| -> Result<Vec<Numbers>> {
             let range = shard.map_or(0..VOCAB, VocabShard::range);
             let rows = |whole: Tensor| whole.narrow(0, range.start, range.len());
             let weight = rows(tensor(&[VOCAB, D], 1, DType::F32)?)?;
@@ -236,11 +225,10 @@ pub fn adapted_decoders_equal_the_whole(ranks: &Arc<dyn Collectives>) -> Result<
                 None => head.loss(&hidden, &targets, &options)?,
                 Some(shard) => VocabParallel::new(head, shard.clone())?.loss(&hidden, &targets, &options)?,
             };
-            let mut results = vec![numbers(&loss.value)?, numbers(&loss.nll)?];
+            let mut results = vec![numbers(&loss.value), numbers(&loss.nll)];
             if train {
                 let gradients = loss.backward()?;
-                let of = |var: &Var| numbers(gradients.get(var).expect("a gradient"));
-                results.extend([of(&hidden)?, of(&down)?, of(&up)?]);
+                results.extend([&hidden, &down, &up].map(|var| gradient(&gradients, var).expect("a gradient")));
             }
             Ok(results)
         };
@@ -249,10 +237,7 @@ pub fn adapted_decoders_equal_the_whole(ranks: &Arc<dyn Collectives>) -> Result<
         let (range, found) = (shard.range(), results(Some(&shard))?);
         for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
             let expected = if i == 4 { &expected[range.start * 2..range.end * 2] } else { expected };
-            assert_eq!(found.len(), expected.len());
-            for (found, expected) in found.iter().zip(expected) {
-                assert!((found - expected).abs() < 1e-5, "{i}: {found} {expected}");
-            }
+            assert_abs_diff_eq!(*found, *expected, epsilon = 1e-5);
         }
     }
     Ok(())

@@ -237,9 +237,9 @@ fn policy_losses_see_the_sets_of_the_tokens_that_count() -> Result<()> {
             let ratio = (log_prob - log_prob.detach())?.exp()?;
             let bonus = (scores.entropy.expect("asked for") * 0.1)?;
             let expected = (((ratio * advantages)?.neg()? - bonus)? * weights)?.sum_all()?;
-            assert_relative_eq!(numbers(&loss.value), numbers(&expected), epsilon = 1e-13, max_relative = 1e-12);
+            assert_relative_eq!(numbers(&loss.value), numbers(&expected), max_relative = 1e-12);
             let [found, expected] = [loss.backward()?, expected.backward()?].map(|store| read(&vars, &store));
-            assert_relative_eq!(found[..], expected[..], epsilon = 1e-12, max_relative = 1e-11);
+            assert_relative_eq!(found[..], expected[..], max_relative = 1e-11);
         }
     }
     Ok(())
@@ -271,9 +271,9 @@ fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
                     let expected =
                         Given(log_probs.reshape((12, 60))?).distill(&places(&[3, 4, 1])?, &teacher, &options)?;
                     let value = numbers(&expected.value);
-                    assert_relative_eq!(numbers(&loss.value), value, epsilon = 1e-13, max_relative = 1e-12);
+                    assert_relative_eq!(numbers(&loss.value), value, max_relative = 1e-12);
                     let [found, expected] = [loss.backward()?, expected.backward()?].map(|store| read(&vars, &store));
-                    assert_relative_eq!(found[..], expected[..], epsilon = 1e-11, max_relative = 1e-10);
+                    assert_relative_eq!(found[..], expected[..], max_relative = 1e-10);
                 }
             }
         }

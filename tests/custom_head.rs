@@ -11,7 +11,7 @@ use common::check::{backward, build, gradients};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::reference::truth;
-use common::values::numbers;
+use common::values::{numbers, tensor};
 use common::{exact, on_each_device};
 use mos_head::decode::{BeamSearch, Hypothesis, Sampler, Sampling, TopK};
 use mos_head::{
@@ -180,7 +180,7 @@ on_each_device! {
         let case = Case::random(Head::Softmax, SIZES, &[1], 133);
         let (head, _) = plain(&case, DType::F32, device)?;
         let fused = SoftmaxHead::from_tensors(head.weight.clone(), Some(head.bias.clone()))?;
-        let states = Tensor::randn(0f32, 1.0, (SIZES.vocab, SIZES.hidden), device)?;
+        let states = tensor(&[SIZES.vocab, SIZES.hidden], 1, DType::F32)?.to_device(device)?;
         let start = Tensor::new(&[3i64, 7], device)?;
         let search = BeamSearch::new(0).with_width(3).with_n_best(2).with_max_length(6);
         let step = |tokens: &Tensor, _: &Tensor| -> Result<Tensor> { Ok(states.index_select(tokens, 0)?) };

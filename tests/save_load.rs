@@ -5,10 +5,10 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_nn::{Embedding, VarBuilder, VarMap};
 use common::on_each_device;
-use common::values::numbers;
+use common::values::{numbers, tensor};
 use mos_head::{MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig, SoftmaxHead};
 
 const HIDDEN: usize = 9;
@@ -66,7 +66,7 @@ impl Drop for TemporaryFile {
 
 on_each_device! {
     fn a_loaded_head_equals_the_saved_one(device: &Device) -> Result<()> {
-        let hidden = Tensor::rand(-1_f32, 1.0, (2, 5, HIDDEN), device)?;
+        let hidden = tensor(&[2, 5, HIDDEN], 1, DType::F32)?.to_device(device)?;
         for (name, build) in BUILDS {
             let file = TemporaryFile::new(name);
             let saved = VarMap::new();
@@ -111,7 +111,7 @@ on_each_device! {
 
     fn a_tied_head_has_no_decoder_weight_of_its_own(device: &Device) -> Result<()> {
         let embedding = |width| -> Result<_> {
-            Ok(Embedding::new(Tensor::rand(-1_f32, 1.0, (VOCAB, width), device)?, width))
+            Ok(Embedding::new(tensor(&[VOCAB, width], 2, DType::F32)?.to_device(device)?, width))
         };
         let names = |variables: &VarMap| shapes(variables).into_keys().collect::<Vec<_>>();
 

@@ -21,6 +21,7 @@ fn step(positions: usize, vocab: usize, options: &LossOptions, dtype: DType, dev
     let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
     let loss = head.loss(&hidden, &Tensor::from_vec(targets, positions, device)?, options)?;
     let gradients = gradients(&loss.backward()?, [hidden.as_tensor(), &weight]);
+    assert!(gradients.iter().all(|gradient| !gradient.is_empty()));
     Ok([vec![numbers(&loss.value), numbers(&loss.nll)], gradients].concat())
 }
 

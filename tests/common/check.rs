@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use approx::assert_relative_eq;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use mos_head::{
@@ -118,6 +119,22 @@ pub fn least_workspace(layer: &Layer, targets: &Tensor, options: &LossOptions) -
 /// The gradient of every tensor that has one.
 pub fn gradients(store: &GradStore, tensors: &Tensors) -> Gradients {
     tensors.iter().filter_map(|(&name, tensor)| Some((name, gradient(store, tensor)?.named(name)))).collect()
+}
+
+/// Demands the gradients of the same operands, which differ by at most a share of the largest number of each; it counts as
+/// at least 1e-3, since some are zero.
+pub fn assert_near(name: &str, found: &Gradients, expected: &Gradients, tolerance: f64) {
+    assert_near_from(1e-3, name, found, expected, tolerance);
+}
+
+/// The same where the largest number counts as at least `least`.
+pub fn assert_near_from(least: f64, name: &str, found: &Gradients, expected: &Gradients, tolerance: f64) {
+    let has_all = !found.is_empty() && found.keys().eq(expected.keys());
+    assert!(has_all, "{name}: {:?} {:?}", found.keys(), expected.keys());
+    for (operand, found) in found {
+        let found = found.clone().named(format!("{operand}, {name}"));
+        assert_relative_eq!(found, expected[operand], epsilon = least * tolerance, max_relative = tolerance);
+    }
 }
 
 /// The central differences of a function in every number of a case, each of the shape of its operand.

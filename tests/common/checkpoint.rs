@@ -39,8 +39,7 @@ impl Drop for Folder {
 
 /// Values that differ for each seed.
 pub fn tensor(shape: &[usize], seed: usize, dtype: DType) -> Tensor {
-    let values = (0..shape.iter().product()).map(|i| ((i * 37 + seed * 101) % 251) as f64 / 7.0 - 17.0);
-    Tensor::from_iter(values, &Device::Cpu).unwrap().reshape(shape).unwrap().to_dtype(dtype).unwrap()
+    crate::values::tensor(shape, seed, dtype).unwrap()
 }
 
 /// Tensors with one row for each token id, and others.

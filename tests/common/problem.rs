@@ -15,6 +15,7 @@ pub enum Sets {
     Each(usize),
 }
 
+/// A mixture, and what is asked of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Problem {
     pub positions: usize,

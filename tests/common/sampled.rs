@@ -7,7 +7,7 @@ use mos_head::sampled::{Negatives, NoiseDistribution};
 use mos_head::{Mixture, Result};
 
 use super::case::{Case, Head, Sizes, Tensors};
-use super::check::{gradients, Gradients};
+use super::check::{self, gradients, Gradients};
 use super::composed::{log_sum_exp, Operands};
 use super::exact;
 use super::values::numbers;
@@ -53,14 +53,11 @@ impl Problem {
         gradients
     }
 
-    /// Demands equal gradients, up to a share of the largest number of each, which counts as at least 1e-3.
-    #[track_caller]
+    /// Demands equal gradients, up to a share of the largest number of each.
     pub fn assert_near(&self, found: &GradStore, expected: &GradStore, tolerance: f64) {
-        let (found, expected) = (self.gradients(found), self.gradients(expected));
-        assert!(found.len() >= 3 && found.keys().eq(expected.keys()), "{:?} {:?}", found.keys(), expected.keys());
-        for (found, expected) in found.values().zip(expected.values()) {
-            assert_relative_eq!(found, expected, epsilon = 1e-3 * tolerance, max_relative = tolerance);
-        }
+        let expected = self.gradients(expected);
+        assert!(expected.len() >= 3, "{:?}", expected.keys());
+        check::assert_near("a sampled loss", &self.gradients(found), &expected, tolerance);
     }
 
     /// The logits of some ids, `[positions, K, n]`.
@@ -109,11 +106,11 @@ pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     Ok((x.neg()?.exp()? + 1.0)?.recip()?)
 }
 
-/// Demands that tensors differ by at most a share of the largest number, which counts as at least 1e-3.
+/// Demands that tensors differ by at most a share of the largest number.
 #[track_caller]
 pub fn assert_near(name: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     let found = numbers(found).named(name);
-    assert_relative_eq!(found, numbers(expected), epsilon = 1e-3 * tolerance, max_relative = tolerance);
+    assert_relative_eq!(found, numbers(expected), max_relative = tolerance);
 }
 
 /// The tolerance of gradients and losses, relative to the largest.

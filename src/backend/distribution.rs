@@ -3,13 +3,15 @@
 
 use std::cmp::Ordering;
 
-use rayon::prelude::*;
-
 use crate::backend::operands::Real;
+use crate::backend::parallel;
 use crate::error::{Error, Result};
 
 /// The number of ids in a tile of a distribution.
 pub(crate) const TILE: usize = 512;
+
+/// The number of tiles that repay the overhead of a parallel task.
+pub(crate) const TASK_TILES: usize = 8;
 
 /// The distribution of one position over the vocabulary, computed tile by tile on demand.
 pub(crate) trait Distribution<F>: Sync {
@@ -66,12 +68,15 @@ pub(crate) trait Visit: Sync {
     }
 
     /// Answers the query for one position.
-    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output>;
+    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<Self::Output>;
 
-    /// Collects the answers of positions that are visited in parallel. If several are errors, it returns the first
+    /// Collects the answers for some items, one for each position, in parallel. If several are errors, it returns the first
     /// position's, in whatever order the threads find them.
-    fn answers(answers: impl ParallelIterator<Item = Result<Self::Output>>) -> Result<Vec<Self::Output>> {
-        answers.collect::<Vec<_>>().into_iter().collect()
+    fn answers<T: Send>(
+        items: impl IntoIterator<Item = T>,
+        answer: impl Fn(T) -> Result<Self::Output> + Sync,
+    ) -> Result<Vec<Self::Output>> {
+        parallel::map(items, answer).into_iter().collect()
     }
 }
 

@@ -21,6 +21,7 @@ mod metal;
 mod needs;
 pub(crate) mod objective;
 pub(crate) mod operands;
+pub(crate) mod parallel;
 pub(crate) mod plan;
 pub(crate) mod ranking;
 pub(crate) mod shard;

@@ -9,10 +9,10 @@
 use std::cmp::Ordering;
 
 use candle_core::{DType, Device, Tensor, D};
-use rayon::prelude::*;
 
 use crate::backend::distribution::{Distribution, Visit, TILE};
 use crate::backend::operands::Real;
+use crate::backend::parallel;
 use crate::error::Result;
 use crate::tensors::transfer::{to_device, to_device_as};
 
@@ -43,11 +43,11 @@ pub(crate) fn argmax(log_probs: &Tensor) -> Result<Tensor> {
 }
 
 /// Finds the `n` most probable ids with their log-probabilities, in descending order.
-pub(crate) fn top_k<F: Real>(distribution: &impl Distribution<F>, n: usize) -> Vec<Ranked<F>> {
+pub(crate) fn top_k<F: Real>(distribution: &dyn Distribution<F>, n: usize) -> Vec<Ranked<F>> {
     let n = n.min(distribution.vocab());
     let tiles = distribution.tiles();
     let task_tiles = tiles.div_ceil(rayon::current_num_threads()).max(LEAST_TILES);
-    let entries = (0..tiles).into_par_iter().step_by(task_tiles).map(|first| {
+    let entries = parallel::map((0..tiles).step_by(task_tiles), |first| {
         let (mut ranking, mut buffer) = (Ranking::new(n), Vec::new());
         for tile in first..tiles.min(first + task_tiles) {
             let floor = ranking.floor.unwrap_or_else(F::neg_infinity);
@@ -55,7 +55,7 @@ pub(crate) fn top_k<F: Real>(distribution: &impl Distribution<F>, n: usize) -> V
         }
         ranking.entries
     });
-    let mut ranked: Vec<Ranked<F>> = entries.flatten_iter().collect();
+    let mut ranked = entries.concat();
     ranked.sort_unstable_by(order);
     ranked.truncate(n);
     ranked
@@ -69,7 +69,7 @@ pub(crate) struct TopKQuery {
 impl Visit for TopKQuery {
     type Output = Vec<(f64, u32)>;
 
-    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
+    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<Self::Output> {
         distribution.check(position)?;
         Ok(top_k(distribution, self.k).into_iter().map(|(log_prob, id)| (log_prob.f64(), id)).collect())
     }
@@ -196,7 +196,7 @@ mod tests {
             }
             Err(Error::Distribution { position })
         };
-        let answers = TopKQuery::answers((0..64usize).into_par_iter().map(visit_position));
+        let answers = TopKQuery::answers(0..64, visit_position);
         assert!(matches!(answers, Err(Error::Distribution { position: 0 })), "{answers:?}");
     }
 }

@@ -2,10 +2,10 @@
 //! log-probabilities.
 
 use candle_core::{DType, Device, Tensor};
-use rayon::prelude::*;
 
 use crate::backend::distribution::{Computed, Visit};
 use crate::backend::operands::Real;
+use crate::backend::parallel;
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_elements, check_float, max_log_prob, LOG_PROBS};
 
@@ -17,7 +17,7 @@ pub(crate) fn check_host_log_probs<F: Real>(argument: &'static str, rows: &[Vec<
         let wrong_in = |(position, row): (usize, &Vec<F>)| {
             row.iter().position(|x| is_wrong(x.f64())).map(|index| (position, index))
         };
-        rows.par_iter().enumerate().find_map_first(wrong_in)
+        parallel::map(rows.iter().enumerate(), wrong_in).into_iter().flatten().next()
     }
     let most = max_log_prob(dtype);
     let Some((position, index)) = find_first(rows, |x| x.is_nan() || x > most) else { return Ok(()) };
@@ -35,7 +35,7 @@ pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> 
         let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
         check_host_log_probs("log_probs", &rows, rounded)?;
         let visit_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::new(row));
-        V::answers(rows.par_iter().enumerate().map(visit_position))
+        V::answers(rows.iter().enumerate(), visit_position)
     }
     check_float("log_probs", log_probs)?;
     check_elements("log_probs", log_probs.dims())?;

@@ -5,11 +5,10 @@
 //! draw with noise only asks which ids are left ([`Truncation`]): top-k leaves few, which are ranked too; without it the
 //! last one is found from a histogram of masses.
 
-use rayon::prelude::*;
-
 use super::sampling::Sampling;
-use crate::backend::distribution::{Computed, Distribution};
+use crate::backend::distribution::{Computed, Distribution, TASK_TILES};
 use crate::backend::operands::Real;
+use crate::backend::parallel;
 use crate::backend::ranking::{self, Ranked};
 
 /// The masses of a distribution's tiles.
@@ -24,14 +23,17 @@ pub(super) struct TileMasses {
 
 impl TileMasses {
     /// Adds up the masses of a distribution, tile by tile.
-    pub(super) fn new<F: Real>(distribution: &impl Distribution<F>, temperature: f64) -> Self {
-        let tile = |buffer: &mut Vec<F>, tile| {
+    pub(super) fn new<F: Real>(distribution: &dyn Distribution<F>, temperature: f64) -> Self {
+        let tile = |buffer: &mut Vec<F>, tile| -> (f64, f64) {
             let log_probs = distribution.tile(tile, F::neg_infinity(), buffer);
             let largest = log_probs.iter().fold(f64::NEG_INFINITY, |m, x| m.max(x.f64()));
             (largest, log_probs.iter().map(|x| mass(x.f64(), largest, temperature)).sum())
         };
-        let tiles: Vec<(f64, f64)> =
-            (0..distribution.tiles()).into_par_iter().with_min_len(8).map_init(Vec::new, tile).collect();
+        let count = distribution.tiles();
+        let task_tiles = |buffer: &mut Vec<F>, first: usize| -> Vec<(f64, f64)> {
+            (first..count.min(first + TASK_TILES)).map(|i| tile(buffer, i)).collect()
+        };
+        let tiles = parallel::map_with((0..count).step_by(TASK_TILES), Vec::new, task_tiles).concat();
         let largest = tiles.iter().fold(f64::NEG_INFINITY, |m, tile| m.max(tile.0));
         let total = tiles.iter().map(|tile| tile.1 * mass(tile.0, largest, temperature)).sum();
         TileMasses { tiles, largest, total }
@@ -50,7 +52,7 @@ pub(super) fn mass(x: f64, largest: f64, temperature: f64) -> f64 {
 /// Ranks the ids that top-k, top-p and min-p leave of a distribution, and returns them with their masses in descending
 /// order; `None` if no id is possible.
 pub(super) fn rank_truncated<F: Real>(
-    distribution: &impl Distribution<F>,
+    distribution: &dyn Distribution<F>,
     sampling: &Sampling,
 ) -> Option<Vec<(u32, f64)>> {
     let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
@@ -78,12 +80,16 @@ pub(super) fn rank_truncated<F: Real>(
     }
 }
 
+/// The number of ids of a parallel task.
+const TASK_IDS: usize = 1 << 13;
+
 /// The number of ids that are ranked first, if top-k does not say how many.
 const FIRST_RANKED: usize = 128;
 
 /// Returns the largest of these logits.
 pub(super) fn largest(z: &[f64]) -> f64 {
-    z.par_iter().with_min_len(1 << 13).copied().reduce(|| f64::NEG_INFINITY, f64::max)
+    let largest = |z: &[f64]| z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    largest(&parallel::map(z.chunks(TASK_IDS), largest))
 }
 
 /// What a truncation leaves of some logits.
@@ -156,7 +162,7 @@ impl Truncation {
             z.iter().filter(|&&z| z > f64::NEG_INFINITY).for_each(|&z| masses[interval(z)] += relative(z).exp());
             masses
         };
-        let histograms: Vec<Vec<f64>> = z.par_chunks(piece_len).map(histogram).collect();
+        let histograms = parallel::map(z.chunks(piece_len), histogram);
         let masses: Vec<f64> = (0..INTERVALS).map(|i| histograms.iter().map(|masses| masses[i]).sum()).collect();
         let wanted = sampling.top_p * masses.iter().sum::<f64>();
 
@@ -168,8 +174,11 @@ impl Truncation {
             mass += masses[end];
             end += 1;
         }
-        let in_last = |(id, &z): (usize, &f64)| (z > f64::NEG_INFINITY && interval(z) == end).then_some((z, id as u32));
-        let mut ids: Vec<(f64, u32)> = z.par_iter().enumerate().with_min_len(1 << 13).filter_map(in_last).collect();
+        let in_last = |(task, z): (usize, &[f64])| -> Vec<(f64, u32)> {
+            let ids = ((task * TASK_IDS) as u32..).zip(z).map(|(id, &z)| (z, id));
+            ids.filter(|&(z, _)| z > f64::NEG_INFINITY && interval(z) == end).collect()
+        };
+        let mut ids = parallel::map(z.chunks(TASK_IDS).enumerate(), in_last).concat();
         ids.sort_unstable_by(ranking::order);
         // If no id of this interval is left, those above its upper end are.
         let upper_end = largest - end as f64 / INTERVALS_PER_UNIT * temperature;

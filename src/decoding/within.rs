@@ -24,7 +24,7 @@ struct RestrictedQuery<'a, V> {
 impl<V: Visit> Visit for RestrictedQuery<'_, V> {
     type Output = V::Output;
 
-    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<V::Output> {
+    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<V::Output> {
         let Some(ids) = self.restriction.ids(position) else { return self.query.visit(position, distribution) };
         distribution.check(position)?;
         let (mut log_probs, mut buffer) = (Vec::with_capacity(ids.len()), Vec::new());

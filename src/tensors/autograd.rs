@@ -33,19 +33,26 @@ where
     let value = if value.layout().start_offset() == 0 { value } else { value.force_contiguous()? };
     let [a, b, c] = operands;
     let shape = value.shape().clone();
-    Ok(a.apply_op3(b, c, PrecomputedNode { name, shape, value: Mutex::new(Some(value)), backward })?)
+    Ok(a.apply_op3(
+        b,
+        c,
+        PrecomputedNode { name, shape, value: Mutex::new(Some(value)), backward: Box::new(backward) },
+    )?)
 }
 
+/// Computes the gradients of a node's operands from the operands, the node's value and its gradient.
+type Backward = dyn Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync;
+
 /// A node of candle's graph whose forward pass returns a value that was computed before.
-struct PrecomputedNode<B> {
+struct PrecomputedNode {
     name: &'static str,
     shape: Shape,
     /// The value, until the forward pass takes it.
     value: Mutex<Option<Tensor>>,
-    backward: B,
+    backward: Box<Backward>,
 }
 
-impl<B> PrecomputedNode<B> {
+impl PrecomputedNode {
     /// Takes the value, which a node has only once.
     fn take_value(&self) -> candle_core::Result<Tensor> {
         match self.value.lock().ok().and_then(|mut value| value.take()) {
@@ -132,10 +139,7 @@ fn float_count(storage: &CpuStorage) -> Option<usize> {
 
 /// The forward methods ignore the operands and return the value that was computed before. The backward method returns the
 /// operands' gradients, detached, except those of leaves, which are diverted.
-impl<B> CustomOp3 for PrecomputedNode<B>
-where
-    B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]>,
-{
+impl CustomOp3 for PrecomputedNode {
     fn name(&self) -> &'static str {
         self.name
     }

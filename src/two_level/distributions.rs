@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 
 use candle_core::{DType, Tensor};
 
-use super::{Cluster, TwoLevel};
+use super::{Cluster, Levels, TwoLevel};
 use crate::backend::operands::accumulation_dtype;
 use crate::decoding::{Sampler, TopK};
 use crate::distributions::{Distributions, Sealed};
@@ -28,7 +28,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
     request_layer_methods!();
 
     fn distributions(&self, hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>> {
-        Ok(Box::new(TwoLevelDistributions::new(self, select_hidden(hidden, positions)?)?))
+        Ok(Box::new(TwoLevelDistributions::new(self.levels(), select_hidden(hidden, positions)?)?))
     }
 
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
@@ -45,17 +45,17 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
 }
 
 /// The distributions of a head of two levels after hidden states, which have been checked.
-pub(super) struct TwoLevelDistributions<'a, S, R> {
-    pub(super) head: &'a TwoLevel<S, R>,
+pub(super) struct TwoLevelDistributions<'a> {
+    pub(super) head: Levels<'a>,
     /// `[.., hidden]`
     pub(super) hidden: Tensor,
     /// `[positions, hidden]`
     pub(super) states: Tensor,
 }
 
-impl<'a, S: Debug + Send + Sync, R: MixtureLayer> TwoLevelDistributions<'a, S, R> {
+impl<'a> TwoLevelDistributions<'a> {
     /// Checks the hidden states `[.., hidden]`.
-    pub(super) fn new(head: &'a TwoLevel<S, R>, hidden: Tensor) -> Result<Self> {
+    pub(super) fn new(head: Levels<'a>, hidden: Tensor) -> Result<Self> {
         head.check_hidden(&hidden)?;
         let states = head.flat_states(&hidden)?;
         Ok(TwoLevelDistributions { head, hidden, states })
@@ -67,7 +67,7 @@ impl<'a, S: Debug + Send + Sync, R: MixtureLayer> TwoLevelDistributions<'a, S, R
     }
 }
 
-impl<S: Debug + Send + Sync, R: MixtureLayer> Sealed for TwoLevelDistributions<'_, S, R> {
+impl Sealed for TwoLevelDistributions<'_> {
     fn shape(&self) -> OutputShape<'_> {
         OutputShape { leading: self.leading(), vocab: self.head.vocab_size, like: &self.hidden }
     }
@@ -77,7 +77,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> Sealed for TwoLevelDistributions<'
     }
 }
 
-impl<S: Debug + Send + Sync, R: MixtureLayer> Distributions for TwoLevelDistributions<'_, S, R> {
+impl Distributions for TwoLevelDistributions<'_> {
     fn request_loss(&self, request: &Request) -> Result<Loss> {
         self.head.request_loss(&self.hidden, request)
     }
@@ -98,11 +98,11 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> Distributions for TwoLevelDistribu
         if head.shortlist > 0 {
             parts.push(Tensor::zeros((states.dim(0)?, head.shortlist), accumulation, hidden.device())?);
         }
-        for cluster in &head.clusters {
+        for cluster in head.clusters {
             parts.push(cluster.mixture(states)?.log_probs_as(accumulation)?);
         }
         let mut within = Tensor::cat(&parts, 1)?;
-        if let Some(permutation) = &head.permutation {
+        if let Some(permutation) = head.permutation {
             within = within.index_select(&index(permutation.slot_by_id.clone())?, 1)?;
         }
         Ok((root + within)?.reshape(shape)?.to_dtype(dtype)?)

@@ -9,7 +9,7 @@ use std::fmt::Debug;
 
 use candle_core::{DType, Device, Tensor, TensorId};
 
-use super::{Cluster, Place, TwoLevel};
+use super::{Cluster, Levels, Place, TwoLevel};
 use crate::backend::operands::accumulation_dtype;
 use crate::distributions::Distributions;
 use crate::error::Result;
@@ -72,6 +72,17 @@ impl PositionFactors {
 
 impl<S: Debug + Send + Sync, R: MixtureLayer> RequestLayer for TwoLevel<S, R> {
     fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
+        self.levels().check_hidden(hidden)
+    }
+
+    fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
+        self.levels().request_loss(hidden, request)
+    }
+}
+
+impl Levels<'_> {
+    /// Checks the hidden states of the first level.
+    pub(super) fn check_hidden(&self, hidden: &Tensor) -> Result<()> {
         let Some(first) = self.clusters.first() else { return Ok(()) };
         let compared = || match &first.projection {
             Some(projection) => format!("the first cluster's projection {:?}", projection.dims()),
@@ -82,7 +93,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> RequestLayer for TwoLevel<S, R> {
 
     /// Computes the loss of a request: the root's at all positions, and each cluster's at the positions whose target is
     /// in it. It reads the targets on the host, to sort the positions by cluster.
-    fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
+    pub(super) fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
         request.check_support(self.name, &[])?;
         let (leading, options) = (leading(hidden)?, request.options);
         let ids = request.positions.read_ids(self.vocab_size)?;
@@ -125,9 +136,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> RequestLayer for TwoLevel<S, R> {
             Ok(Loss { spared: self.spared(&groups), ..request.loss_from_nll(&total.value)? })
         }
     }
-}
 
-impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevel<S, R> {
     /// Computes the loss of all groups. The negative log-likelihoods, and the values if they are not reduced, have the
     /// leading dimensions of the hidden states, and zeros at positions that are in no group.
     fn clusters_loss(

@@ -58,6 +58,18 @@ pub struct TwoLevel<S, R = Arc<dyn MixtureLayer>> {
     permutation: Option<Permutation>,
 }
 
+/// What a head of two levels computes with, whatever its scheme and the type of its root.
+#[derive(Clone, Copy, Debug)]
+struct Levels<'a> {
+    /// The name of the head in errors.
+    name: &'static str,
+    root: &'a dyn MixtureLayer,
+    shortlist: usize,
+    clusters: &'a [Cluster],
+    vocab_size: usize,
+    permutation: Option<&'a Permutation>,
+}
+
 /// A softmax over the ids of consecutive slots.
 #[derive(Clone, Debug)]
 struct Cluster {
@@ -148,6 +160,21 @@ impl<S> TwoLevel<S> {
 }
 
 impl<S, R: MixtureLayer> TwoLevel<S, R> {
+    /// Borrows the levels.
+    fn levels(&self) -> Levels<'_> {
+        let TwoLevel { name, root, shortlist, clusters, vocab_size, permutation, scheme: _ } = self;
+        Levels {
+            name,
+            root,
+            shortlist: *shortlist,
+            clusters,
+            vocab_size: *vocab_size,
+            permutation: permutation.as_ref(),
+        }
+    }
+}
+
+impl Levels<'_> {
     /// Computes the log-probabilities of the root, `[positions, entries]`, and checks their shape.
     fn root_log_probs(&self, states: &Tensor, dtype: DType) -> Result<Tensor> {
         let root = self.root.log_probs_as(states, dtype)?;
@@ -167,7 +194,7 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
 
     /// Returns the entries of a token id.
     fn place(&self, id: usize) -> Place {
-        let slot = self.permutation.as_ref().map_or(id, |permutation| permutation.slot_by_id[id] as usize);
+        let slot = self.permutation.map_or(id, |permutation| permutation.slot_by_id[id] as usize);
         if slot < self.shortlist {
             return Place { entry: slot, within: None };
         }
@@ -178,6 +205,6 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     /// Returns the token id at an index of a cluster.
     fn id_within(&self, cluster: usize, index: usize) -> u32 {
         let slot = self.clusters[cluster].slots.start + index;
-        self.permutation.as_ref().map_or(slot as u32, |permutation| permutation.id_by_slot[slot])
+        self.permutation.map_or(slot as u32, |permutation| permutation.id_by_slot[slot])
     }
 }

@@ -4,19 +4,16 @@
 //! in descending order of their probability at all positions together, each at the positions where it is not less
 //! probable than the k-th most probable id so far.
 
-use std::fmt::Debug;
-
 use candle_core::{DType, Tensor};
 
 use super::distributions::TwoLevelDistributions;
-use super::TwoLevel;
+use super::Levels;
 use crate::backend::distribution::{Computed, Distribution};
 use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{self, order, Ranked};
 use crate::decoding::TopK;
 use crate::distributions::Distributions;
 use crate::error::Result;
-use crate::heads::MixtureLayer;
 use crate::tensors::transfer::read_matrix;
 
 /// The search for the top k at one position.
@@ -40,7 +37,7 @@ impl ClusterSearch<'_> {
     }
 }
 
-impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevelDistributions<'_, S, R> {
+impl TwoLevelDistributions<'_> {
     /// Finds the top k at each position.
     pub(super) fn search_top_k(&self, k: usize) -> Result<TopK> {
         let TwoLevelDistributions { head, hidden, states } = self;
@@ -84,7 +81,7 @@ impl<S: Debug + Send + Sync, R: MixtureLayer> TwoLevelDistributions<'_, S, R> {
     }
 }
 
-impl<S, R: MixtureLayer> TwoLevel<S, R> {
+impl Levels<'_> {
     /// Adds the most probable ids of a cluster to the searches at these positions.
     fn visit(
         &self,

@@ -1,12 +1,12 @@
 //! The activation of the contexts, applied before the mixture, and its gradient, each in one pass.
 
 use candle_core::{Device, Tensor};
-use rayon::prelude::*;
 
 use super::memory::zeros;
 use super::operands::dtype::{with_slice, with_type, Element};
 use super::vector::math::tanh;
 use super::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
+use crate::backend::parallel;
 use crate::error::Result;
 
 /// The number of elements of a block: a thread's buffers for one stay in its first-level cache.
@@ -34,8 +34,8 @@ fn tanh_or_gradient<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) ->
             let is_bias = b.len() < a.len();
             let row = if is_bias { b.len() } else { BLOCK };
             let buffers = || (zeros::<T::Acc>(BLOCK), zeros::<T::Acc>(BLOCK));
-            let rows = out.par_chunks_mut(row).zip(a.par_chunks(row)).enumerate();
-            rows.for_each_init(buffers, |(x, y), (i, (out, a))| {
+            let rows = out.chunks_mut(row).zip(a.chunks(row)).enumerate();
+            parallel::for_each_with(rows, buffers, |(x, y), (i, (out, a))| {
                 let b = if is_bias { b } else { &b[i * row..] };
                 let blocks = out.chunks_mut(BLOCK).zip(a.chunks(BLOCK)).zip(b.chunks(BLOCK));
                 for ((out, a), b) in blocks {

@@ -6,7 +6,7 @@ use super::memory::filled;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::Candidates;
 use super::one_pass::{OnePass, OnePassRequest};
-use super::operands::dtype::Element;
+use super::operands::dtype::{Accumulator, Element};
 use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
@@ -15,13 +15,13 @@ use crate::backend::operands::Sizes;
 use crate::backend::plan::{Computation, Planned, Steps};
 use crate::error::Result;
 
-/// Computes log-probabilities `[positions, vocab]` in `O`, which is `T` or its accumulation type, in two passes.
-pub(super) fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
+/// Computes log-probabilities `[positions, vocab]` in `O`, in two passes.
+pub(super) fn log_probs<F: Accumulator, O: Element<Acc = F>, X: Products<F>>(
     products: X,
     Planned { operands, plan, .. }: &Planned,
 ) -> Result<Tensor> {
     let Sizes { positions, vocab, .. } = operands.sizes;
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+    Inputs::with(operands, |inputs: Inputs<'_, F>| {
         let mut passes = TwoPasses::for_distributions(products, inputs, plan);
         let mut log_probs = filled(O::zero(), positions * vocab);
         for positions in plan.chunks() {
@@ -35,14 +35,14 @@ pub(super) fn log_probs<T: Element, O: Element<Acc = T::Acc>, X: Products<T>>(
 
 /// Computes the scores `[positions, n + 2]`, and, if the caller asks for it, whether each candidate is the most probable
 /// id, `[positions, n]`.
-pub(super) fn scores<T: Element, X: Products<T>>(
+pub(super) fn scores<F: Accumulator, X: Products<F>>(
     products: X,
     planned: &Planned,
     scored: &Scored,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let Planned { operands, plan, .. } = planned;
     let Sizes { positions, vocab, .. } = operands.sizes;
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+    Inputs::with(operands, |inputs: Inputs<'_, F>| {
         let candidates = Candidates::new(scored, vocab)?;
         let columns = candidates.n + POSITION_SCORES;
         let (mut scores, mut are_argmax) = (Vec::with_capacity(positions * columns), Vec::new());

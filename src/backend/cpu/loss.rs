@@ -3,14 +3,14 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor, WithDType};
+use candle_core::{Device, Tensor};
 
 use super::memory::zeros;
 use super::objective::components::PositionLoss;
 use super::objective::results::{results, BufferedGradients, WeightBuffer};
 use super::objective::targets::{Candidates, Targets};
 use super::one_pass::{OnePass, OnePassRequest};
-use super::operands::dtype::Element;
+use super::operands::dtype::Accumulator;
 use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
@@ -22,7 +22,7 @@ use crate::error::Result;
 use crate::tensors::autograd::take_values;
 
 /// Computes an objective, and the gradients of the operands that need one.
-pub(super) fn loss<T: Element, X: Products<T>>(
+pub(super) fn loss<F: Accumulator, X: Products<F>>(
     products: X,
     planned: &Planned,
     objective: &Objective,
@@ -31,30 +31,30 @@ pub(super) fn loss<T: Element, X: Products<T>>(
     match objective {
         Objective::Targets(loss) => {
             let targets = Targets::from_ids(loss, operands.sizes, operands.weight_rows()?)?;
-            target_loss::<T, X>(products, planned, &targets, Some(loss))
+            target_loss::<F, X>(products, planned, &targets, Some(loss))
         }
         Objective::LogProbs { upstream } => {
             let upstream = upstream.flatten_all()?.to_vec1()?;
             let targets = Targets::from_log_prob_upstream(upstream, 0, operands.sizes.vocab);
-            target_loss::<T, X>(products, planned, &targets, None)
+            target_loss::<F, X>(products, planned, &targets, None)
         }
-        Objective::Scores { scored, terms } => score_loss::<T, X>(products, planned, scored, terms),
-        Objective::AllLogProbs(terms) => log_prob_loss::<T, X>(products, planned, terms),
+        Objective::Scores { scored, terms } => score_loss::<F, X>(products, planned, scored, terms),
+        Objective::AllLogProbs(terms) => log_prob_loss::<F, X>(products, planned, terms),
     }
 }
 
 /// Computes a loss whose targets are known before the first chunk: those of `loss`, or the upstream gradients of
 /// log-probabilities.
-fn target_loss<T: Element, X: Products<T>>(
+fn target_loss<F: Accumulator, X: Products<F>>(
     products: X,
     planned: &Planned,
-    targets: &Targets<T::Acc>,
+    targets: &Targets<F>,
     loss: Option<&TargetLoss>,
 ) -> Result<LossResults> {
-    Inputs::with(&planned.operands, |inputs: Inputs<'_, T>| {
+    Inputs::with(&planned.operands, |inputs: Inputs<'_, F>| {
         let shard = loss.and_then(|loss| loss.shard.as_ref());
         let so_far = loss.and_then(|loss| loss.so_far.as_ref());
-        let gradients = BufferedGradients::new(planned, weight_buffer::<T, X>(planned, so_far)?)?;
+        let gradients = BufferedGradients::new(planned, weight_buffer::<F, X>(products, planned, so_far)?)?;
         let (losses, mut gradients, ranks) = match planned.plan.computation {
             Computation::OnePass => {
                 let request = OnePassRequest::Loss { targets, shard };
@@ -78,29 +78,31 @@ fn target_loss<T: Element, X: Products<T>>(
 /// Chooses the buffer of the weight's gradient: the gradient of earlier losses, if this loss adds to it. Otherwise a single
 /// chunk in one pass writes the gradient rounded, if the products have such a form and the weight has no rows of targets
 /// outside the vocabulary.
-fn weight_buffer<T: Element, X: Products<T>>(
+fn weight_buffer<F: Accumulator, X: Products<F>>(
+    products: X,
     Planned { operands, needs_grad, plan }: &Planned,
     so_far: Option<&GradientSoFar>,
-) -> Result<WeightBuffer<T::Acc>> {
+) -> Result<WeightBuffer<F>> {
     if let Some(so_far) = so_far.filter(|_| needs_grad.weight).and_then(GradientSoFar::take) {
-        return Ok(WeightBuffer::SoFar(take_values(&so_far.to_dtype(T::Acc::DTYPE)?)?));
+        return Ok(WeightBuffer::SoFar(take_values(&so_far.to_dtype(F::DTYPE)?)?));
     }
     let is_single_chunk = plan.chunks().nth(1).is_none();
     let is_whole = operands.weight_rows()? == operands.sizes.vocab;
-    let is_rounded = X::rounds_gradients() && plan.computation == Computation::OnePass && is_single_chunk && is_whole;
+    let is_rounded =
+        products.rounds_gradients() && plan.computation == Computation::OnePass && is_single_chunk && is_whole;
     Ok(if is_rounded { WeightBuffer::Rounded } else { WeightBuffer::Zeros })
 }
 
 /// Computes a loss whose terms are known once the scores of a chunk are. One pass serves it if the logits of the candidates,
 /// and sums over the other ids, suffice. Other scores depend on the log-probabilities of all ids.
-fn score_loss<T: Element, X: Products<T>>(
+fn score_loss<F: Accumulator, X: Products<F>>(
     products: X,
     planned: &Planned,
     scored: &Scored,
     terms: &ScoreTerms,
 ) -> Result<LossResults> {
     let Planned { operands, needs_grad, plan } = planned;
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+    Inputs::with(operands, |inputs: Inputs<'_, F>| {
         let candidates = Candidates::new(scored, operands.sizes.vocab)?;
         let gradients = BufferedGradients::new(planned, WeightBuffer::Zeros)?;
         let mut losses = Vec::with_capacity(operands.sizes.positions);
@@ -112,9 +114,9 @@ fn score_loss<T: Element, X: Products<T>>(
                 for positions in plan.chunks() {
                     pass.first_product(positions.clone())?;
                     let scores = pass.scores(&candidates, scored);
-                    let upstream: Vec<T::Acc> = add_losses(terms, positions.clone(), scores, &mut losses)?;
+                    let upstream: Vec<F> = add_losses(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
-                        let (first, power) = (positions.start, T::Acc::from_f64(1.0));
+                        let (first, power) = (positions.start, F::from_f64(1.0));
                         let targets = Targets::from_score_upstream(scored, &candidates, &upstream, first, power);
                         pass.objective_rows(&targets);
                         pass.chunk_gradients(positions, *needs_grad)?;
@@ -127,9 +129,9 @@ fn score_loss<T: Element, X: Products<T>>(
                 for positions in plan.chunks() {
                     passes.first_product(positions.clone())?;
                     let (scores, _) = passes.score_rows(positions.clone(), &candidates, scored);
-                    let upstream: Vec<T::Acc> = add_losses(terms, positions.clone(), scores, &mut losses)?;
+                    let upstream: Vec<F> = add_losses(terms, positions.clone(), scores, &mut losses)?;
                     if needs_grad.any() {
-                        let (first, power) = (positions.start, T::Acc::from_f64(1.0 / scored.temperature));
+                        let (first, power) = (positions.start, F::from_f64(1.0 / scored.temperature));
                         let targets = Targets::from_score_upstream(scored, &candidates, &upstream, first, power);
                         passes.objective_rows(&targets, positions.clone())?;
                         passes.chunk_gradients(positions, *needs_grad)?;
@@ -161,24 +163,24 @@ fn add_losses<F: Float>(
 
 /// Computes the loss that `terms` defines: for each chunk it is given the log-probabilities of all ids, and returns the
 /// values of the positions and their derivatives by the log-probabilities.
-fn log_prob_loss<T: Element, X: Products<T>>(
+fn log_prob_loss<F: Accumulator, X: Products<F>>(
     products: X,
     planned: &Planned,
     terms: &LogProbTerms,
 ) -> Result<LossResults> {
     let Planned { operands, needs_grad, plan } = planned;
     let sizes = operands.sizes;
-    Inputs::with(operands, |inputs: Inputs<'_, T>| {
+    Inputs::with(operands, |inputs: Inputs<'_, F>| {
         let gradients = BufferedGradients::new(planned, WeightBuffer::Zeros)?;
         let mut losses = Vec::with_capacity(sizes.positions);
         let mut passes = TwoPasses::for_chunk_targets(products, inputs, gradients, plan);
         for positions in plan.chunks() {
             passes.first_product(positions.clone())?;
-            let mut log_probs = zeros::<T::Acc>(positions.len() * sizes.vocab);
-            passes.log_prob_rows::<T::Acc>(positions.clone(), &mut log_probs);
+            let mut log_probs = zeros::<F>(positions.len() * sizes.vocab);
+            passes.log_prob_rows::<F>(positions.clone(), &mut log_probs);
             let log_probs = Tensor::from_vec(log_probs, (positions.len(), sizes.vocab), &Device::Cpu)?;
             let (values, upstream) = terms(positions.clone(), log_probs)?;
-            let values = values.to_vec1::<T::Acc>()?.into_iter().map(Real::f64);
+            let values = values.to_vec1::<F>()?.into_iter().map(Real::f64);
             losses.extend(values.map(|value| PositionLoss { nll: value, objective: value, ..PositionLoss::default() }));
             if needs_grad.any() {
                 let upstream = take_values(&upstream)?;

@@ -108,7 +108,7 @@ mod huge_pages {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
     use std::time::{Duration, Instant};
 
-    use rayon::prelude::*;
+    use crate::backend::parallel;
 
     /// The minimum size in bytes of a buffer in huge pages.
     const LARGE: usize = 8 << 20;
@@ -127,7 +127,7 @@ mod huge_pages {
             return;
         }
         advise(buffer, libc::MADV_HUGEPAGE);
-        buffer.par_chunks_mut(PAGE / size_of::<F>()).for_each(|page| {
+        parallel::for_each(buffer.chunks_mut(PAGE / size_of::<F>()), |page| {
             if ARE_SLOW.load(Relaxed) {
                 return;
             }

@@ -31,21 +31,24 @@ use crate::error::Result;
 pub(super) use activation::{bias_tanh, tanh_gradient};
 use objective::divergence;
 pub(super) use operands::dtype::rounded;
-use operands::dtype::{with_type, Element};
+use operands::dtype::{with_accumulator, Accumulator};
 use plan::{ranking_task, with_products};
 pub(super) use products::lists::{list_product_gradients, list_products, scattered_rows};
 pub(super) use products::matmul::matmul;
 
-/// Computes with the type of the operands' numbers, and with the products that the plan is made for.
+/// Computes in the accumulation dtype of the operands, with the products that the plan is made for.
 macro_rules! with_planned {
-    ($planned:expr, $T:ident, $products:ident => $compute:expr) => {
-        with_type!($planned.operands.contexts.dtype(), $T => with_products!($T, &$planned.plan, $products => $compute))
+    ($planned:expr, $F:ident, $products:ident => $compute:expr) => {
+        with_accumulator!(
+            $planned.operands.contexts.dtype(),
+            $F => with_products!($F, $planned, $products => $compute)
+        )
     };
 }
 
 /// Makes the plan of a task.
 pub(super) fn plan(operands: &Operands, task: Task, budget: Option<usize>) -> Result<Planned> {
-    let plan = with_type!(operands.contexts.dtype(), T => plan::plan::<T>(operands, &task, budget))?;
+    let plan = with_accumulator!(operands.contexts.dtype(), F => plan::plan::<F>(operands, &task, budget))?;
     Ok(Planned { operands: operands.clone(), needs_grad: task.needs_grad(), plan })
 }
 
@@ -54,17 +57,15 @@ pub(super) fn loss(planned: &Planned, objective: &Objective) -> Result<LossResul
     let Planned { operands, needs_grad, plan } = planned;
     let task = objective.task(operands, *needs_grad)?;
     debug_assert_eq!(plan.computation, plan::computation(&task, operands.sizes), "the plan of another task");
-    on_threads(plan, || with_planned!(planned, T, products => loss::loss::<T, _>(products, planned, objective)))
+    on_threads(plan, || with_planned!(planned, F, products => loss::loss::<F, _>(products, planned, objective)))
 }
 
 /// Computes log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
 pub(super) fn log_probs(planned: &Planned, dtype: DType) -> Result<Tensor> {
-    with_planned!(planned, T, products => {
-        if dtype == planned.operands.contexts.dtype() {
-            log_probs::log_probs::<T, T, _>(products, planned)
-        } else {
-            log_probs::log_probs::<T, <T as Element>::Acc, _>(products, planned)
-        }
+    with_planned!(planned, F, products => match dtype {
+        DType::F16 => log_probs::log_probs::<F, <F as Accumulator>::F16, _>(products, planned),
+        DType::BF16 => log_probs::log_probs::<F, <F as Accumulator>::Bf16, _>(products, planned),
+        _ => log_probs::log_probs::<F, F, _>(products, planned),
     })
 }
 
@@ -72,26 +73,26 @@ pub(super) fn log_probs(planned: &Planned, dtype: DType) -> Result<Tensor> {
 pub(super) fn scores(planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
     on_threads(
         &planned.plan,
-        || with_planned!(planned, T, products => log_probs::scores::<T, _>(products, planned, scored)),
+        || with_planned!(planned, F, products => log_probs::scores::<F, _>(products, planned, scored)),
     )
 }
 
 /// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`.
 pub(super) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
     let planned = plan(operands, ranking_task(operands.sizes, k), None)?;
-    with_planned!(&planned, T, products => decoding::top_k::<T, _>(products, &planned, k))
+    with_planned!(&planned, F, products => decoding::top_k::<F, _>(products, &planned, k))
 }
 
 /// Runs a query on each position's distribution.
 pub(super) fn visit<V: Visit>(operands: &Operands, query: &V) -> Result<Vec<V::Output>> {
     let planned = plan(operands, Task::Visit, None)?;
-    with_planned!(&planned, T, products => decoding::visit::<T, _, V>(products, &planned, None, query))
+    with_planned!(&planned, F, products => decoding::visit::<F, _, V>(products, &planned, None, query))
 }
 
 /// Runs a query on the part of each position's distribution that a shard has.
 pub(super) fn visit_shard<V: Visit>(operands: &Operands, shard: &VocabShard, query: &V) -> Result<Vec<V::Output>> {
     let planned = shard.agreed(plan(operands, Task::Visit, None))?;
-    with_planned!(&planned, T, products => decoding::visit::<T, _, V>(products, &planned, Some(shard), query))
+    with_planned!(&planned, F, products => decoding::visit::<F, _, V>(products, &planned, Some(shard), query))
 }
 
 /// Computes the divergence of each row of log-probabilities from the teacher's, and its derivatives.

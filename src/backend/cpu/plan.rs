@@ -1,18 +1,17 @@
 //! The plan of a task on the CPU: the computation and the products that serve it, and the workspace that these need.
 
 use candle_core::DType;
-use half::{bf16, f16};
 
 use super::memory::Workspace;
 use super::one_pass::{self, Format};
-use super::operands::dtype::Element;
+use super::operands::dtype::Accumulator;
 use super::products::multiplier::{Tiles, Vectors};
 use super::tiles::unit::TileUnit;
 use super::two_pass::{self, FirstProduct};
 use super::vector::simd::Isa;
 use crate::backend::objective::{ScoreTask, TargetKind, Task};
 use crate::backend::operands::{Operands, Precision, Sizes};
-use crate::backend::plan::{default, Computation, Kernels, Needs, Plan};
+use crate::backend::plan::{default, Computation, Kernels, Needs, Plan, Planned};
 use crate::error::{Error, Result};
 
 /// The most rows of a loss without gradients for which inner products are faster: in the kernels of `one_pass` a row is one
@@ -59,19 +58,20 @@ pub(super) fn ranking_task(sizes: Sizes, k: usize) -> Task {
 
 /// Returns the tile unit that computes the products of a task. It is `None` without such a unit, if the operands are not
 /// bf16 and may not be rounded to it, and for decoding unless the unit is AMX.
-fn choose_tiles<T: Served>(operands: &Operands, task: &Task) -> Result<Option<T::Tiles>> {
+fn choose_tiles<F: Served>(operands: &Operands, task: &Task) -> Result<Option<F::Tiles>> {
     let isa = Isa::detected()?;
-    let may_round = T::DTYPE == DType::BF16 || operands.precision == Precision::Bf16Products;
+    let dtype = operands.contexts.dtype();
+    let may_round = dtype == DType::BF16 || operands.precision == Precision::Bf16Products;
     // Decoding passes a decoder over few rows: vectors spend more on its transpose than they save.
     let serves = |unit: &TileUnit| may_round && (!matches!(task, Task::Visit) || unit.kernels() == Kernels::Amx);
     let unit = TileUnit::detected()?.filter(serves);
-    Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
+    Ok(unit.and_then(|unit| F::tiles(Tiles { unit, isa, dtype })))
 }
 
 /// Makes the plan of a task: for tiles, unless their operands leave too little of the budget.
-pub(super) fn plan<T: Served>(operands: &Operands, task: &Task, budget: Option<usize>) -> Result<Plan> {
-    let plan = |tiles| plan_products::<T>(operands, task, budget, tiles);
-    let tiles = choose_tiles::<T>(operands, task)?;
+pub(super) fn plan<F: Served>(operands: &Operands, task: &Task, budget: Option<usize>) -> Result<Plan> {
+    let plan = |tiles| plan_products::<F>(operands, task, budget, tiles);
+    let tiles = choose_tiles::<F>(operands, task)?;
     match plan(tiles) {
         Err(Error::Workspace { .. }) if tiles.is_some() => plan(None),
         planned => planned,
@@ -79,22 +79,23 @@ pub(super) fn plan<T: Served>(operands: &Operands, task: &Task, budget: Option<u
 }
 
 /// Makes the plan of a task for the products of `tiles`, or of vectors.
-fn plan_products<T: Served>(
+fn plan_products<F: Served>(
     operands: &Operands,
     task: &Task,
     budget: Option<usize>,
-    tiles: Option<T::Tiles>,
+    tiles: Option<F::Tiles>,
 ) -> Result<Plan> {
     let Sizes { positions, components, .. } = operands.sizes;
     let (threads, isa) = (rayon::current_num_threads(), Isa::detected()?);
     let computation = computation(task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
     let keeps_logits = task.needs_grad().decoder() || computation == Computation::TwoPasses;
+    let vectors = Vectors { isa, dtype: operands.contexts.dtype() };
     let Workspace { per_row, fixed, per_thread } = match (computation, tiles) {
         (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, task),
-        (Computation::OnePass, None) => one_pass::workspace::<T, _>(Vectors(isa), operands.sizes, task),
-        (Computation::TwoPasses, Some(tiles)) => two_pass::workspace::<T>(tiles, operands.sizes, task),
-        (Computation::TwoPasses, None) => two_pass::workspace::<T>(Vectors(isa), operands.sizes, task),
+        (Computation::OnePass, None) => one_pass::workspace::<F, _>(vectors, operands.sizes, task),
+        (Computation::TwoPasses, Some(tiles)) => two_pass::workspace::<F>(tiles, operands.sizes, task),
+        (Computation::TwoPasses, None) => two_pass::workspace::<F>(vectors, operands.sizes, task),
     };
     let per_position = components * per_row;
     let is_ranking = matches!(task, Task::TopK { .. });
@@ -102,7 +103,7 @@ fn plan_products<T: Served>(
         // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
         _ if matches!(task, Task::Visit) => DECODING_ROWS,
         _ if is_ranking && keeps_logits => default::CPU_ROWS_OF_RANKING,
-        Some(_) if computation == Computation::OnePass => tile_rows::<T>(operands.sizes, task),
+        Some(tiles) if computation == Computation::OnePass => tile_rows(tiles, operands, task),
         _ => default::CPU_ROWS,
     };
     // The logits of a ranking are read once, from the cache if there are not too many.
@@ -127,12 +128,13 @@ fn plan_products<T: Served>(
 }
 
 /// Chooses the rows of a chunk that one pass computes on a tile unit.
-fn tile_rows<T: Served>(sizes: Sizes, task: &Task) -> usize {
+fn tile_rows<F: Accumulator>(tiles: impl Format<F>, operands: &Operands, task: &Task) -> usize {
+    let (sizes, dtype) = (operands.sizes, operands.contexts.dtype());
     let rows = sizes.positions * sizes.components;
     // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so many
     // exponentials take.
-    let is_sum_larger = rows * size_of::<T>() <= sizes.context_dim * size_of::<T::Acc>();
-    if <T::Tiles as Format<T>>::rounds_gradients() && task.needs_grad().weight && is_sum_larger {
+    let is_sum_larger = rows * dtype.size_in_bytes() <= sizes.context_dim * size_of::<F>();
+    if tiles.rounds_gradients() && task.needs_grad().weight && is_sum_larger {
         rows.max(default::CPU_ROWS_OF_TILES)
     } else {
         default::CPU_ROWS_OF_TILES
@@ -140,11 +142,11 @@ fn tile_rows<T: Served>(sizes: Sizes, task: &Task) -> usize {
 }
 
 /// A multiplier that serves one pass and two passes.
-pub(crate) trait Products<T: Element>: Format<T> + FirstProduct<T> {}
-impl<T: Element, X: Format<T> + FirstProduct<T>> Products<T> for X {}
+pub(crate) trait Products<F: Accumulator>: Format<F> + FirstProduct<F> {}
+impl<F: Accumulator, X: Format<F> + FirstProduct<F>> Products<F> for X {}
 
-/// A type of numbers that vectors multiply, and perhaps a tile unit.
-pub(crate) trait Served: Element {
+/// A type of computation on vectors, and perhaps on a tile unit.
+pub(crate) trait Served: Accumulator {
     /// The multiplier on a tile unit. For f64, which no unit multiplies, it is the multiplier on vectors.
     type Tiles: Products<Self>;
 
@@ -152,19 +154,13 @@ pub(crate) trait Served: Element {
     fn tiles(tiles: Tiles) -> Option<Self::Tiles>;
 }
 
-macro_rules! served_by_tiles {
-    ($($type:ty)*) => {
-        $(impl Served for $type {
-            type Tiles = Tiles;
+impl Served for f32 {
+    type Tiles = Tiles;
 
-            fn tiles(tiles: Tiles) -> Option<Tiles> {
-                Some(tiles)
-            }
-        })*
-    };
+    fn tiles(tiles: Tiles) -> Option<Tiles> {
+        Some(tiles)
+    }
 }
-
-served_by_tiles!(f32 f16 bf16);
 
 impl Served for f64 {
     type Tiles = Vectors;
@@ -175,21 +171,23 @@ impl Served for f64 {
 }
 
 /// Returns the multiplier on the tile unit that the plan is made for; `None` if it is made for vectors.
-pub(super) fn planned_tiles<T: Served>(plan: &Plan) -> Result<Option<T::Tiles>> {
+pub(super) fn planned_tiles<F: Served>(Planned { operands, plan, .. }: &Planned) -> Result<Option<F::Tiles>> {
     let (unit, isa) = (TileUnit::detected()?, Isa::detected()?);
     let unit = unit.filter(|_| Kernels::WITH_TILES.contains(&plan.kernels));
-    Ok(unit.and_then(|unit| T::tiles(Tiles { unit, isa })))
+    let dtype = operands.contexts.dtype();
+    Ok(unit.and_then(|unit| F::tiles(Tiles { unit, isa, dtype })))
 }
 
 /// Computes with the multiplier that the plan is made for: a tile unit's, or vectors'.
 macro_rules! with_products {
-    ($type:ty, $plan:expr, $products:ident => $compute:expr) => {
-        match $crate::backend::cpu::plan::planned_tiles::<$type>($plan)? {
+    ($type:ty, $planned:expr, $products:ident => $compute:expr) => {
+        match $crate::backend::cpu::plan::planned_tiles::<$type>($planned)? {
             Some($products) => $compute,
             None => {
-                let $products = $crate::backend::cpu::products::multiplier::Vectors(
-                    $crate::backend::cpu::vector::simd::Isa::detected()?,
-                );
+                let $products = $crate::backend::cpu::products::multiplier::Vectors {
+                    isa: $crate::backend::cpu::vector::simd::Isa::detected()?,
+                    dtype: $planned.operands.contexts.dtype(),
+                };
                 $compute
             }
         }

@@ -11,7 +11,7 @@ use super::loss::loss;
 use super::objective::results::{BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
 use super::one_pass::{OnePass, OnePassRequest};
-use super::operands::dtype::with_type;
+use super::operands::dtype::with_accumulator;
 use super::operands::matrix::Inputs;
 use super::plan::{computation, with_products, Served};
 use super::products::multiplier::{Tiles, Vectors};
@@ -118,15 +118,15 @@ impl Case {
     }
 
     /// Computes the loss by one computation.
-    fn run<T: Served>(&self, computation: Computation) -> Result<LossResults> {
+    fn run<F: Served>(&self, computation: Computation) -> Result<LossResults> {
         let (operands, objective) = self.operands()?;
         let planned = with_computation(self.plan(&operands, &objective)?, computation);
-        with_products!(T, &planned.plan, products => loss::<T, _>(products, &planned, &objective))
+        with_products!(F, &planned, products => loss::<F, _>(products, &planned, &objective))
     }
 
     /// Checks that both computations agree.
     fn check(&self) -> Result<()> {
-        let found = |computation| with_type!(self.dtype, T => self.run::<T>(computation));
+        let found = |computation| with_accumulator!(self.dtype, F => self.run::<F>(computation));
         let (one, two) = (flat(&found(Computation::OnePass)?)?, flat(&found(Computation::TwoPasses)?)?);
         let (tolerance, epsilon) = if self.dtype == DType::F64 { (1e-12, f64::EPSILON) } else { (1e-5, 1.2e-7) };
         // The relative error of an exponential is the absolute error of its logit.
@@ -152,9 +152,9 @@ impl Case {
 
     /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors for operands that bf16
     /// represents exactly.
-    fn check_tiles<T: Served<Acc = f32, Tiles = Tiles>>(&self) -> Result<()> {
+    fn check_tiles(&self) -> Result<()> {
         let (mut operands, objective) = self.operands()?;
-        let represented = |tensor: &Tensor| tensor.to_dtype(DType::BF16)?.to_dtype(T::DTYPE);
+        let represented = |tensor: &Tensor| tensor.to_dtype(DType::BF16)?.to_dtype(self.dtype);
         operands.contexts = represented(&operands.contexts)?;
         let (weight, is_transposed) = operands.stored_weight()?;
         let weight = represented(&weight)?;
@@ -163,19 +163,19 @@ impl Case {
         let isa = Isa::detected()?;
         let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
         for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
-            let tiles = Tiles { unit, isa };
+            let (tiles, vectors) = (Tiles { unit, isa, dtype: self.dtype }, Vectors { isa, dtype: self.dtype });
             let computations = [(Computation::OnePass, TILE_TOLERANCE), (Computation::TwoPasses, tolerance)];
             for (computation, gradients) in computations {
                 let planned = with_computation(self.plan(&operands, &objective)?, computation);
-                let vectors = loss::<T, _>(Vectors(isa), &planned, &objective)?;
-                let found = loss::<T, _>(tiles, &planned, &objective)?;
-                self.compare(flat(&found)?, flat(&vectors)?, Tolerances { losses: tolerance, gradients });
+                let expected = loss::<f32, _>(vectors, &planned, &objective)?;
+                let found = loss::<f32, _>(tiles, &planned, &objective)?;
+                self.compare(flat(&found)?, flat(&expected)?, Tolerances { losses: tolerance, gradients });
             }
             let planned = cpu::plan(&operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
-            let vectors = log_probs::<T, f32, _>(Vectors(isa), &planned)?;
-            let found = log_probs::<T, f32, _>(tiles, &planned)?;
+            let expected = log_probs::<f32, f32, _>(vectors, &planned)?;
+            let found = log_probs::<f32, f32, _>(tiles, &planned)?;
             let tolerances = Tolerances { losses: tolerance, gradients: tolerance };
-            self.compare(vec![("nll", values(&found)?)], vec![("nll", values(&vectors)?)], tolerances);
+            self.compare(vec![("nll", values(&found)?)], vec![("nll", values(&expected)?)], tolerances);
         }
         Ok(())
     }
@@ -290,8 +290,8 @@ fn tiles_agree_with_vectors() -> Result<()> {
     {
         for (transposed, needs_grad) in [(false, ALL), (true, ALL), (true, NeedsGrad::default())] {
             let case = Case { transposed, needs_grad, ..Case::new(positions, components, context_dim, vocab) };
-            case.check_tiles::<f32>()?;
-            Case { dtype: DType::BF16, ..case }.check_tiles::<half::bf16>()?;
+            case.check_tiles()?;
+            Case { dtype: DType::BF16, ..case }.check_tiles()?;
         }
     }
     Ok(())
@@ -302,10 +302,10 @@ fn tiles_agree_with_vectors_with_options() -> Result<()> {
     let z_loss = LossTerms { z_loss: 0.01, ..LossTerms::default() };
     let case = Case::new(17, 4, 20, 700);
     for slope in [-400.0, -60.0, 60.0, 400.0] {
-        Case { slope, ..case }.check_tiles::<f32>()?;
+        Case { slope, ..case }.check_tiles()?;
     }
     for (softcap, terms) in [(Some(2.0), LossTerms::default()), (None, z_loss), (Some(30.0), z_loss)] {
-        Case { softcap, terms, slope: 20.0, ..case }.check_tiles::<f32>()?;
+        Case { softcap, terms, slope: 20.0, ..case }.check_tiles()?;
     }
     let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
     for needs_grad in [
@@ -314,13 +314,13 @@ fn tiles_agree_with_vectors_with_options() -> Result<()> {
         some(false, false, true, false),
         some(false, false, false, true),
     ] {
-        Case { needs_grad, ..case }.check_tiles::<f32>()?;
+        Case { needs_grad, ..case }.check_tiles()?;
     }
     for (d, rank) in [(3, 1), (33, 16), (32, 32), (64, 5)] {
         for needs_grad in [NeedsGrad { adapter: true, ..ALL }, NeedsGrad { adapter: true, ..NeedsGrad::default() }] {
             let case = Case { rank, needs_grad, ..Case::new(9, 3, d + rank, 300) };
-            case.check_tiles::<f32>()?;
-            Case { transposed: true, budget: Some(2), ..case }.check_tiles::<f32>()?;
+            case.check_tiles()?;
+            Case { transposed: true, budget: Some(2), ..case }.check_tiles()?;
         }
     }
     Ok(())
@@ -391,7 +391,7 @@ fn results_of_tiles_do_not_depend_on_the_number_of_threads() -> Result<()> {
             let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
             let (operands, objective) = case.operands()?;
             let planned = case.plan(&operands, &objective)?;
-            flat(&loss::<half::bf16, _>(Tiles { unit, isa }, &planned, &objective)?)
+            flat(&loss::<f32, _>(Tiles { unit, isa, dtype: DType::BF16 }, &planned, &objective)?)
         })
     };
     let one = with_threads(1)?;
@@ -442,7 +442,7 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
                 let Objective::Targets(loss) = &objective else { panic!("a loss over targets") };
                 let targets = Targets::from_ids(loss, operands.sizes, operands.weight_rows()?)?;
                 let gradients = BufferedGradients::new(&planned, WeightBuffer::Zeros)?;
-                let format = Vectors(Isa::detected()?);
+                let format = Vectors { isa: Isa::detected()?, dtype: DType::F32 };
                 let request = OnePassRequest::Loss { targets: &targets, shard: None };
                 let allocated = OnePass::new(format, inputs, request, gradients, &planned).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");

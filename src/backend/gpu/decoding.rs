@@ -1,7 +1,6 @@
 //! The most probable ids on a GPU, and queries of each position's distribution, which the host answers.
 
 use candle_core::{DType, Device, Tensor, D};
-use rayon::prelude::*;
 
 use super::chunks::Chunks;
 use super::device::{Buffer, Gpu};
@@ -54,7 +53,7 @@ pub(in crate::backend) fn visit<G: Gpu, V: Visit>(gpu: &G, operands: &Operands, 
     let answer = |(position, row): (usize, &Vec<f32>)| {
         visit.visit(position, &Computed::new(row).with_logit_offset(offsets.get(position).copied()))
     };
-    V::answers(log_probs.par_iter().enumerate().map(answer))
+    V::answers(log_probs.iter().enumerate(), answer)
 }
 
 /// Computes the log-sum-exp of each position's logits, which the kernels do not return: the logit of its most probable id,

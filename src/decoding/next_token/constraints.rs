@@ -6,9 +6,8 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use rayon::prelude::*;
-
 use crate::backend::distribution::TILE;
+use crate::backend::parallel;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_number;
 
@@ -211,7 +210,7 @@ impl Constraints {
             }
         }
         if let Some(Processor(processor)) = &self.processor {
-            z.par_chunks_mut(TILE).enumerate().for_each(|(tile, z)| processor((tile * TILE) as u32, z));
+            parallel::for_each(z.chunks_mut(TILE).enumerate(), |(tile, z)| processor((tile * TILE) as u32, z));
         }
         if let Some(allowed) = &self.allowed {
             let unrestricted = std::mem::replace(&mut z, vec![f64::NEG_INFINITY; log_probs.len()]);

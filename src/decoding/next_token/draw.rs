@@ -1,10 +1,9 @@
 //! Draws a token id from logits by the Gumbel-max trick: the id whose sum of logit and noise is the largest. The noise
 //! of an id does not depend on what else is drawn ([`Noise`]).
 
-use rayon::prelude::*;
-
 use super::noise::Noise;
-use crate::backend::distribution::{Computed, TILE};
+use crate::backend::distribution::{Computed, TASK_TILES, TILE};
+use crate::backend::parallel;
 use crate::backend::ranking::top_k;
 use crate::decoding::truncation::{largest, TileMasses, Truncation};
 use crate::decoding::Sampling;
@@ -36,8 +35,10 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
     let drawn = match truncation.as_ref().and_then(Truncation::ranked) {
         Some(ids) => ids.iter().fold(None, draw),
         None => {
-            let draws: Vec<_> = z.par_chunks(TILE).enumerate().with_min_len(8).map(draw_from_tile).collect();
-            draws.into_iter().flatten().reduce(|a, b| if b.0 > a.0 { b } else { a })
+            let tiles: Vec<_> = z.chunks(TILE).enumerate().collect();
+            let draw_from_tiles =
+                |tiles: &[_]| tiles.iter().filter_map(|&tile| draw_from_tile(tile)).reduce(larger_sum);
+            parallel::map(tiles.chunks(TASK_TILES), draw_from_tiles).into_iter().flatten().reduce(larger_sum)
         }
     };
     let (_, id) = drawn?;
@@ -48,6 +49,15 @@ pub(super) fn draw(z: &[f64], are_log_probs: bool, sampling: &Sampling, noise: N
         None => relative(drawn_z) - TileMasses::new(&Computed::new(z), temperature).total.ln(),
     };
     Some(Drawn { id, log_prob })
+}
+
+/// Returns the id with the larger sum of logit and noise; of equals, the first.
+fn larger_sum(a: (f64, u32), b: (f64, u32)) -> (f64, u32) {
+    if b.0 > a.0 {
+        b
+    } else {
+        a
+    }
 }
 
 /// Returns that of two ids, the leader so far and another one with logit `z`, whose sum of logit and noise is larger,

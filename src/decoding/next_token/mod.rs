@@ -9,10 +9,10 @@ mod noise;
 mod request;
 
 use candle_core::{DType, Tensor};
-use rayon::prelude::*;
 
-use crate::backend::distribution::{Computed, Distribution, Visit, TILE};
+use crate::backend::distribution::{Computed, Distribution, Visit, TASK_TILES, TILE};
 use crate::backend::operands::Real;
+use crate::backend::parallel;
 use crate::backend::ranking::top_k;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_elements;
@@ -111,7 +111,7 @@ impl Visit for NextTokenQuery<'_> {
         self.requests.iter().any(|request| request.constraints.need_logits())
     }
 
-    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<NextToken> {
+    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<NextToken> {
         let (log_probs, offset) = AllLogProbsQuery.visit(position, distribution)?;
         self.answer(position, &log_probs, offset)
     }
@@ -127,7 +127,7 @@ impl Visit for AllLogProbsQuery {
         true
     }
 
-    fn visit<F: Real>(&self, position: usize, distribution: &impl Distribution<F>) -> Result<Self::Output> {
+    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<Self::Output> {
         distribution.check(position)?;
         Ok((read_all_ids(distribution), distribution.logit_offset().map_or(0.0, Real::f64)))
     }
@@ -177,12 +177,14 @@ fn check_changed_logits(z: &[f64], position: usize) -> Result<()> {
 }
 
 /// Reads the log-probabilities of all ids, tile by tile.
-fn read_all_ids<F: Real>(distribution: &impl Distribution<F>) -> Vec<f64> {
+fn read_all_ids<F: Real>(distribution: &dyn Distribution<F>) -> Vec<f64> {
     let mut log_probs = vec![0.0; distribution.vocab()];
-    let tiles = log_probs.par_chunks_mut(TILE).enumerate().with_min_len(8);
-    tiles.for_each_init(Vec::new, |buffer, (tile, to)| {
-        let from = distribution.tile(tile, F::neg_infinity(), buffer);
-        to.iter_mut().zip(from).for_each(|(to, from)| *to = from.f64());
+    let tasks = log_probs.chunks_mut(TASK_TILES * TILE).enumerate();
+    parallel::for_each_with(tasks, Vec::new, |buffer, (task, to)| {
+        for (tile, to) in (task * TASK_TILES..).zip(to.chunks_mut(TILE)) {
+            let from = distribution.tile(tile, F::neg_infinity(), buffer);
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = from.f64());
+        }
     });
     log_probs
 }
@@ -190,7 +192,8 @@ fn read_all_ids<F: Real>(distribution: &impl Distribution<F>) -> Vec<f64> {
 /// Computes `-sum_v p(v) log p(v)`. Rounding does not move it below 0 or above `ln vocab`.
 fn entropy(log_probs: &[f64]) -> f64 {
     let term = |&log_p: &f64| if log_p == f64::NEG_INFINITY { 0.0 } else { -log_p.exp() * log_p };
-    let tile_sums: Vec<f64> =
-        log_probs.par_chunks(TILE).with_min_len(8).map(|tile| tile.iter().map(term).sum()).collect();
-    tile_sums.iter().sum::<f64>().clamp(0.0, (log_probs.len() as f64).ln())
+    let tile_sums =
+        |log_probs: &[f64]| -> Vec<f64> { log_probs.chunks(TILE).map(|tile| tile.iter().map(term).sum()).collect() };
+    let tile_sums = parallel::map(log_probs.chunks(TASK_TILES * TILE), tile_sums);
+    tile_sums.iter().flatten().sum::<f64>().clamp(0.0, (log_probs.len() as f64).ln())
 }

@@ -1,18 +1,18 @@
 //! Divergences from a teacher's distributions, and their derivatives, in one sweep over each row of log-probabilities.
 
 use candle_core::{Device, Tensor};
-use rayon::prelude::*;
 
-use crate::backend::cpu::operands::dtype::{with_slice, Element};
+use crate::backend::cpu::operands::dtype::{with_slice, Accumulator};
 use crate::backend::cpu::vector::math::{exp, ln, not_negative};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use crate::backend::divergence::{Divergence, DivergenceTerms};
+use crate::backend::parallel;
 use crate::error::Result;
 use crate::tensors::autograd::take_values;
 
 /// Computes the divergences `[n]`, and their derivatives by the log-probabilities `[n, vocab]`, which are written over
 /// these.
-pub(crate) fn divergence<F: Float + Element>(
+pub(crate) fn divergence<F: Accumulator>(
     log_probs: &Tensor,
     log_teacher: &Tensor,
     terms: &DivergenceTerms,
@@ -23,9 +23,9 @@ pub(crate) fn divergence<F: Float + Element>(
     let power = F::from_f64(1.0 / terms.temperature);
     let mut values = vec![F::zero(); n];
     with_slice("log_teacher", log_teacher, |teacher: &[F]| {
-        let rows = rows.par_chunks_exact_mut(vocab).zip(teacher.par_chunks_exact(vocab));
-        let values = values.par_iter_mut().zip(&scales);
-        rows.zip(values).for_each(|((student, teacher), (value, &scale))| {
+        let rows = rows.chunks_exact_mut(vocab).zip(teacher.chunks_exact(vocab));
+        let values = values.iter_mut().zip(&scales);
+        parallel::for_each(rows.zip(values), |((student, teacher), (value, &scale))| {
             let row = DivergenceRow { student, teacher, power, scale };
             *value = match terms.divergence {
                 Divergence::ForwardKl => F::dispatch(isa, Sweep(row, Forward)),
@@ -175,15 +175,18 @@ fn map_student<F: Float, V: Vector<F>>(
 ) {
     let (teacher, teacher_rest) = V::split(teacher);
     let (student, rest) = V::split_mut(student);
-    for (q, &t) in student.iter_mut().zip(teacher) {
-        *q = f(*q, t);
-    }
-    if !rest.is_empty() {
-        let mut padded = [[F::neg_infinity(); ROW_ALIGN]; 2];
-        padded[0][..rest.len()].copy_from_slice(rest);
-        padded[1][..rest.len()].copy_from_slice(teacher_rest);
-        let result = f(V::registers(&padded[0])[0], V::registers(&padded[1])[0]);
-        v.store_partial(result, rest);
+    let mut padded = [[F::neg_infinity(); ROW_ALIGN]; 2];
+    padded[0][..rest.len()].copy_from_slice(rest);
+    padded[1][..rest.len()].copy_from_slice(teacher_rest);
+    let last = padded.each_ref().map(|row| V::registers(row)[0]);
+    // The function is called in one place, so that it becomes part of the kernel and has its target features.
+    for i in 0..student.len() + usize::from(!rest.is_empty()) {
+        let [q, t] = if i < student.len() { [student[i], teacher[i]] } else { last };
+        let result = f(q, t);
+        match student.get_mut(i) {
+            Some(q) => *q = result,
+            None => v.store_partial(result, rest),
+        }
     }
 }
 

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor, WithDType};
+use candle_core::{Device, Tensor};
 use half::bf16;
 
 use super::components::PositionLoss;
 use super::targets::Targets;
 use crate::backend::cpu::memory::zeros;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::objective::{Gradients, LossResults};
@@ -17,14 +17,14 @@ use crate::backend::plan::Planned;
 use crate::error::{Error, Result};
 
 /// The gradients that the chunks accumulate. Those that are not needed are empty.
-pub(crate) struct BufferedGradients<T: Element> {
+pub(crate) struct BufferedGradients<F: Accumulator> {
     /// Whether any gradient is needed.
     pub(crate) are_needed: bool,
     /// `[positions, K, d]`.
-    pub(crate) contexts: Vec<T::Acc>,
+    pub(crate) contexts: Vec<F>,
     /// `[positions, K]`.
-    pub(crate) log_priors: Vec<T::Acc>,
-    pub(crate) decoder: DecoderGradients<T::Acc>,
+    pub(crate) log_priors: Vec<F>,
+    pub(crate) decoder: DecoderGradients<F>,
     weight_rows: usize,
 }
 
@@ -88,7 +88,7 @@ impl<F: Float> ColumnGradient<F> {
     }
 }
 
-impl<T: Element> BufferedGradients<T> {
+impl<F: Accumulator> BufferedGradients<F> {
     /// Makes the gradients of a call that needs none.
     pub(crate) fn none() -> Self {
         BufferedGradients {
@@ -101,7 +101,7 @@ impl<T: Element> BufferedGradients<T> {
     }
 
     /// Allocates the gradients of the operands that need one.
-    pub(crate) fn new(planned: &Planned, weight_buffer: WeightBuffer<T::Acc>) -> Result<Self> {
+    pub(crate) fn new(planned: &Planned, weight_buffer: WeightBuffer<F>) -> Result<Self> {
         let Planned { operands, needs_grad, .. } = planned;
         let Sizes { positions, components, context_dim, .. } = operands.sizes;
         let (rows, weight_rows) = (positions * components, operands.weight_rows()?);
@@ -124,10 +124,10 @@ impl<T: Element> BufferedGradients<T> {
     /// Makes tensors of the gradients that are needed.
     fn into_tensors(self, sizes: Sizes, needs_grad: NeedsGrad) -> Result<Gradients> {
         let Sizes { positions, components, context_dim, .. } = sizes;
-        let tensor = |is_needed: bool, values: Vec<T::Acc>, shape: &[usize]| {
+        let tensor = |is_needed: bool, values: Vec<F>, shape: &[usize]| {
             is_needed.then(|| Tensor::from_vec(values, shape, &Device::Cpu)).transpose()
         };
-        let columns = |gradient: Option<ColumnGradient<T::Acc>>| {
+        let columns = |gradient: Option<ColumnGradient<F>>| {
             gradient.map(|gradient| gradient.into_tensor(self.weight_rows)).transpose()
         };
         let DecoderGradients { weight, adapter, bias } = self.decoder;
@@ -143,17 +143,17 @@ impl<T: Element> BufferedGradients<T> {
 
 /// Makes the results of a loss. `targets` are those that were known before the first chunk: if there are none, each
 /// position has a weight of one.
-pub(crate) fn results<T: Element>(
+pub(crate) fn results<F: Accumulator>(
     planned: &Planned,
-    targets: Option<&Targets<T::Acc>>,
+    targets: Option<&Targets<F>>,
     losses: &[PositionLoss],
-    gradients: BufferedGradients<T>,
+    gradients: BufferedGradients<F>,
 ) -> Result<LossResults> {
     let sizes = planned.operands.sizes;
     // The sum of no numbers is minus zero.
-    let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![T::Acc::from_f64(value + 0.0)], (), &Device::Cpu)?);
+    let scalar = |value: f64| Ok::<_, Error>(Tensor::from_vec(vec![F::from_f64(value + 0.0)], (), &Device::Cpu)?);
     let vector = |values: &[f64]| {
-        let values: Vec<T::Acc> = values.iter().map(|&x| T::Acc::from_f64(x)).collect();
+        let values: Vec<F> = values.iter().map(|&x| F::from_f64(x)).collect();
         Ok::<_, Error>(Tensor::from_vec(values, sizes.positions, &Device::Cpu)?)
     };
     let weight = |t: usize| targets.map_or(1.0, |targets| targets.position_weight(t));

@@ -3,7 +3,6 @@
 //! A position's listed ids are its target or its candidates.
 
 use candle_core::Tensor;
-use rayon::prelude::*;
 
 use super::components::{ScoreUpstream, SoftMasses, Target};
 use crate::backend::cpu::memory::zeros;
@@ -11,6 +10,7 @@ use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::objective::{GradScale, LossTerms, Scored, TargetLoss, POSITION_SCORES};
 use crate::backend::operands::Sizes;
+use crate::backend::parallel;
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
@@ -93,8 +93,8 @@ impl<F: Float> Targets<F> {
             upstream
         } else {
             let mut padded = zeros(upstream.len() / vocab * stride);
-            let rows = padded.par_chunks_exact_mut(stride).zip(upstream.par_chunks_exact(vocab));
-            rows.for_each(|(row, upstream)| row[..upstream.len()].copy_from_slice(upstream));
+            let rows = padded.chunks_exact_mut(stride).zip(upstream.chunks_exact(vocab));
+            parallel::for_each(rows, |(row, upstream)| row[..upstream.len()].copy_from_slice(upstream));
             padded
         };
         Targets::LogProbs(LogProbTargets { first, upstream, stride })

@@ -13,40 +13,38 @@
 //! is the probability of the argmax. The bound of a single component is the probability of an id of the tile: only a
 //! tie in the leader's own tile needs the logits.
 
-use num_traits::{Float as _, Zero};
-use rayon::prelude::*;
-
 use super::exponentials::{ApplySoftcap, FirstProductResults};
 use super::format::{FirstOperands, Format};
 use super::layout::Panel;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
-use crate::backend::operands::{Real, Sizes};
+use crate::backend::operands::Sizes;
+use crate::backend::parallel;
 use crate::backend::ranking::{order, precedes};
 
 /// The relative difference that rounding may make between a bound and a probability, which are added up differently.
 const MARGIN: f64 = 1e-3;
 
 /// The search of a chunk's positions.
-pub(super) struct ArgmaxSearch<'a, T: Element, X> {
+pub(super) struct ArgmaxSearch<'a, F: Accumulator, X> {
     pub(super) format: X,
-    pub(super) inputs: &'a Inputs<'a, T>,
+    pub(super) inputs: &'a Inputs<'a, F>,
     /// `[rows, d]`
-    pub(super) contexts: &'a [T::Acc],
-    pub(super) first_product: &'a FirstProductResults<'a, T::Acc>,
+    pub(super) contexts: &'a [F],
+    pub(super) first_product: &'a FirstProductResults<'a, F>,
 }
 
 /// The buffers of a thread for a position and a tile.
-struct SearchBuffers<T: Element, X: Format<T>> {
+struct SearchBuffers<F: Accumulator, X: Format<F>> {
     /// The position's contexts as operands of the first product
     packed: Aligned<X::Packed>,
     decoder: X::DecoderBuffers,
     logits: X::LogitBuffers,
     /// `[ids]`
-    values: Vec<T::Acc>,
+    values: Vec<F>,
 }
 
 /// A position's most probable listed id, and its rows.
@@ -68,7 +66,7 @@ struct Scales<F> {
     log_scale: Vec<F>,
 }
 
-impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
+impl<F: Accumulator, X: Format<F>> ArgmaxSearch<'_, F, X> {
     /// Returns for each position the place of its argmax among the listed ids, or `None` if the argmax is not listed,
     /// or no id has a probability. If several ids are equally probable, the lowest of them is the argmax.
     pub(super) fn run(&self, positions: &[usize]) -> Vec<Option<usize>> {
@@ -78,23 +76,23 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
             logits: X::LogitBuffers::default(),
             values: Vec::new(),
         };
-        let search_position = |buffers: &mut SearchBuffers<T, X>, (i, &t): (usize, &usize)| {
+        let search_position = |buffers: &mut SearchBuffers<F, X>, (i, &t): (usize, &usize)| {
             let leader = self.leader(i, t)?;
             let ids = self.first_product.ids.position_ids(i);
             (!self.is_beaten(&leader, buffers)).then(|| ids.partition_point(|&id| id < leader.id))
         };
-        positions.par_iter().enumerate().map_init(buffers, search_position).collect()
+        parallel::map_with(positions.iter().enumerate(), buffers, search_position)
     }
 
     /// Returns the most probable of the listed ids of the chunk's `i`-th position, which is position `t`; `None` if none
     /// of them has a probability.
-    fn leader(&self, i: usize, t: usize) -> Option<Leader<T::Acc>> {
+    fn leader(&self, i: usize, t: usize) -> Option<Leader<F>> {
         let components = self.inputs.sizes.components;
         let (row, ids) = (i * components, self.first_product.ids.position_ids(i));
         let scales = self.scales(row, t)?;
-        let mut values = vec![T::Acc::zero(); ids.len()];
+        let mut values = vec![F::zero(); ids.len()];
         for panel in self.first_product.layout.panels(components) {
-            let mut logits = vec![T::Acc::zero(); ids.len() * panel.width];
+            let mut logits = vec![F::zero(); ids.len() * panel.width];
             for k in 0..panel.rows {
                 let listed = self.first_product.logits(row + panel.first + k);
                 listed.iter().enumerate().for_each(|(j, &z)| logits[j * panel.width + k] = z);
@@ -113,10 +111,10 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
 
     /// Returns the scales of position `t`, whose first row is `row`; `None` if none of its listed ids has a
     /// probability.
-    fn scales(&self, row: usize, t: usize) -> Option<Scales<T::Acc>> {
+    fn scales(&self, row: usize, t: usize) -> Option<Scales<F>> {
         let components = self.inputs.sizes.components;
         let columns = self.first_product.layout.columns(components);
-        let (mut largest, mut log_scale) = (vec![T::Acc::zero(); columns], vec![T::Acc::neg_infinity(); columns]);
+        let (mut largest, mut log_scale) = (vec![F::zero(); columns], vec![F::neg_infinity(); columns]);
         let log_priors = &self.inputs.log_priors[t * components..][..components];
         for (k, &log_prior) in log_priors.iter().enumerate() {
             let lse = self.first_product.lse(row + k);
@@ -133,19 +131,19 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
 
     /// Adds the terms of a panel's rows to the values of some ids, `[ids]`, from their logits `[ids, width]`. The value
     /// of a single component is the logit: two logits are equal exactly if the probabilities are, up to rounding.
-    fn add_values(&self, scales: &Scales<T::Acc>, panel: Panel, logits: &[T::Acc], values: &mut [T::Acc]) {
+    fn add_values(&self, scales: &Scales<F>, panel: Panel, logits: &[F], values: &mut [F]) {
         let Panel { first, width, .. } = panel;
         if self.inputs.sizes.components == 1 {
             values.iter_mut().zip(logits.iter().step_by(width)).for_each(|(value, &z)| *value = z);
         } else {
             let largest = &scales.largest[first..first + width];
             let log_scale = &scales.log_scale[first..first + width];
-            T::Acc::dispatch(self.inputs.isa, AddTerms { logits, largest, log_scale, to: values });
+            F::dispatch(self.inputs.isa, AddTerms { logits, largest, log_scale, to: values });
         }
     }
 
     /// Returns whether an id that is not listed is more probable than the leader, or as probable and lower.
-    fn is_beaten(&self, leader: &Leader<T::Acc>, buffers: &mut SearchBuffers<T, X>) -> bool {
+    fn is_beaten(&self, leader: &Leader<F>, buffers: &mut SearchBuffers<F, X>) -> bool {
         if self.inputs.sizes.components == 1 {
             return self.is_beaten_in_one_component(leader, buffers);
         }
@@ -168,7 +166,7 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
     }
 
     /// As [`Self::is_beaten`], for a single component, whose logits have the order of the probabilities.
-    fn is_beaten_in_one_component(&self, leader: &Leader<T::Acc>, buffers: &mut SearchBuffers<T, X>) -> bool {
+    fn is_beaten_in_one_component(&self, leader: &Leader<F>, buffers: &mut SearchBuffers<F, X>) -> bool {
         let leader_tile = leader.id / self.first_product.layout.tile_ids;
         let mut is_tied = false;
         for (tile, largest) in self.tile_largest(leader.row).enumerate() {
@@ -184,14 +182,14 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
     }
 
     /// Returns the largest logit of a row in each tile, without the listed ids.
-    fn tile_largest(&self, row: usize) -> impl Iterator<Item = T::Acc> + '_ {
+    fn tile_largest(&self, row: usize) -> impl Iterator<Item = F> + '_ {
         let width = self.first_product.panels[self.first_product.layout.panel_of(row)].width;
         let segments = self.first_product.row_segments(row);
         segments.flat_map(move |(sums, r)| sums.tile_largest.iter().skip(r).step_by(width).copied())
     }
 
     /// Packs the contexts of the leader's position.
-    fn pack(&self, leader: &Leader<T::Acc>, buffers: &mut SearchBuffers<T, X>) {
+    fn pack(&self, leader: &Leader<F>, buffers: &mut SearchBuffers<F, X>) {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let (layout, per_row) = (&self.first_product.layout, self.format.packed_per_row(d));
         let packed = buffers.packed.at_least(layout.columns(components) * per_row);
@@ -202,13 +200,13 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
     }
 
     /// Returns whether a tile has an id that is more probable than the leader, or as probable and lower.
-    fn is_beaten_in_tile(&self, tile: usize, leader: &Leader<T::Acc>, buffers: &mut SearchBuffers<T, X>) -> bool {
+    fn is_beaten_in_tile(&self, tile: usize, leader: &Leader<F>, buffers: &mut SearchBuffers<F, X>) -> bool {
         let SearchBuffers { packed, decoder, logits, values } = buffers;
         let (layout, per_row) = (&self.first_product.layout, self.format.packed_per_row(self.inputs.sizes.context_dim));
         let ids = layout.ids(tile);
         let decoder = self.format.decoder_tile(self.inputs, ids.clone(), decoder);
         values.clear();
-        values.resize(ids.len(), T::Acc::zero());
+        values.resize(ids.len(), F::zero());
         for panel @ Panel { first, width, .. } in layout.panels(self.inputs.sizes.components) {
             let operands = FirstOperands {
                 inputs: self.inputs,
@@ -222,13 +220,13 @@ impl<T: Element, X: Format<T>> ArgmaxSearch<'_, T, X> {
             };
             self.format.multiply(operands, logits, |logits, _| {
                 if let Some(softcap) = self.inputs.softcap {
-                    T::Acc::dispatch(self.inputs.isa, ApplySoftcap { tile: logits, softcap });
+                    F::dispatch(self.inputs.isa, ApplySoftcap { tile: logits, softcap });
                 }
                 self.add_values(&leader.scales, panel, logits, values);
             });
         }
         let beats_leader =
-            |(id, &value): (usize, &T::Acc)| id != leader.id && precedes((value, id), (leader.value, leader.id));
+            |(id, &value): (usize, &F)| id != leader.id && precedes((value, id), (leader.value, leader.id));
         ids.zip(&*values).any(beats_leader)
     }
 }

@@ -1,14 +1,13 @@
 //! The kernels that turn a tile of logits into scaled exponentials, in place, while it is in the cache, and the sums of the
 //! exponentials: the log-sum-exp of each row.
 
-use rayon::prelude::*;
-
 use super::layout::{ChunkIds, Layout, Panel};
 use super::top_logits::TopLogits;
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::products::panel::lanes;
 use crate::backend::cpu::vector::math::{exp_or_zero, finite_or_zero, not_negative, weighted, LogSumExp, Softcap};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::parallel;
 use crate::backend::shared_rows::SharedRow;
 
 /// The sums over the ids of a segment so far, for each row of a panel, `[width]` each.
@@ -277,7 +276,7 @@ impl<'a, F: Float> FirstProductResults<'a, F> {
         let rows = panels.last().map_or(0, |panel| panel.first + panel.rows);
         let mut results = FirstProductResults { layout, panels, ids, segments, logits, sums: vec![] };
         let sums = |row: usize| row_sums(results.row_segments(row), results.logits(row));
-        results.sums = (0..rows).into_par_iter().map(sums).collect();
+        results.sums = parallel::map(0..rows, sums);
         results
     }
 

@@ -3,17 +3,16 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::exponentials::{ApplySoftcap, Exponentiate, RunningSums, SegmentSums, UpdateOffsets};
 use super::format::{FirstOperands, Format};
 use super::gradients::Scale;
 use super::layout::{ChunkIds, Layout, Panel};
 use super::top_logits::{Floors, TopLogits};
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::simd::Float;
+use crate::backend::parallel;
 
 /// What is requested of the first product besides the log-sum-exp of each row and the logits of its listed ids.
 #[derive(Clone, Copy, Default)]
@@ -27,13 +26,13 @@ pub(super) struct FirstProductRequest {
 }
 
 /// The first and the second product of a chunk.
-pub(super) struct ChunkProducts<'c, 'a, T: Element, X> {
+pub(super) struct ChunkProducts<'c, 'a, F: Accumulator, X> {
     pub(super) format: X,
-    pub(super) inputs: &'c Inputs<'a, T>,
+    pub(super) inputs: &'c Inputs<'a, F>,
     pub(super) layout: &'c Layout,
     pub(super) panels: &'c [Panel],
     /// `[rows, d]`
-    pub(super) contexts: &'c [T::Acc],
+    pub(super) contexts: &'c [F],
     /// The ids that are left out of the sums and products.
     pub(super) ids: &'c ChunkIds<'a>,
     /// Whether the listed ids are targets with entries of their own, whose logits in the vocabulary take no part.
@@ -44,12 +43,12 @@ pub(super) struct ChunkProducts<'c, 'a, T: Element, X> {
 }
 
 /// The buffers that all chunks use.
-pub(super) struct ChunkBuffers<T: Element, X: Format<T>> {
+pub(super) struct ChunkBuffers<F: Accumulator, X: Format<F>> {
     /// `[tile][panel][padded id][row]`: E; empty if the decoder needs no gradient
     pub(super) exponentials: Aligned<X::Exponential>,
     /// `[segment][panel][padded d][row]`: O, the products of exponentials and decoder; empty if the contexts need no
     /// gradient
-    pub(super) products: Aligned<T::Acc>,
+    pub(super) products: Aligned<F>,
     /// `[panel]`: the contexts as operands of the first product
     pub(super) packed: Aligned<X::Packed>,
 }
@@ -81,20 +80,19 @@ pub(super) fn segment_bytes<F: Float>(panel_rows: usize) -> usize {
     numbers + (size_of::<SegmentSums<F>>() + size_of::<Piece<'_, F, F>>()).div_ceil(panel_rows)
 }
 
-impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
+impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
     /// Computes the sums of all segments and panels, `[segment][panel]`, and fills the buffers.
-    pub(super) fn run(&self, buffers: &mut ChunkBuffers<T, X>) -> Vec<SegmentSums<T::Acc>> {
+    pub(super) fn run(&self, buffers: &mut ChunkBuffers<F, X>) -> Vec<SegmentSums<F>> {
         let ChunkBuffers { exponentials, products, packed } = buffers;
         let packed_panels =
             split_by_panel(packed, self.panels, self.format.packed_per_row(self.inputs.sizes.context_dim));
-        packed_panels
-            .into_par_iter()
-            .zip(self.panels)
-            .for_each(|(to, panel)| self.format.pack(self.inputs, self.contexts, *panel, to));
+        parallel::for_each(packed_panels.into_iter().zip(self.panels), |(to, panel)| {
+            self.format.pack(self.inputs, self.contexts, *panel, to)
+        });
         let packed = &**packed;
         let pieces = self.pieces(exponentials, products);
         let run_piece = |buffers: &mut _, piece: Piece<'_, _, _>| self.run_piece(piece, packed, buffers);
-        let sums: Vec<Vec<_>> = pieces.into_par_iter().map_init(Default::default, run_piece).collect();
+        let sums = parallel::map_with(pieces, Default::default, run_piece);
         sums.into_iter().flatten().collect()
     }
 
@@ -103,12 +101,12 @@ impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
     fn pieces<'b>(
         &'b self,
         exponentials: &'b mut [X::Exponential],
-        products: &'b mut [T::Acc],
-    ) -> Vec<Piece<'b, T::Acc, X::Exponential>> {
+        products: &'b mut [F],
+    ) -> Vec<Piece<'b, F, X::Exponential>> {
         let (layout, panels) = (self.layout, self.panels);
         let mut products = products.chunks_exact_mut(layout.panel_rows * layout.padded(self.inputs.sizes.context_dim));
         let together = layout.panels_at_a_time(panels.len(), self.format.most_panels());
-        let mut pieces: Vec<Piece<'_, T::Acc, X::Exponential>> = (0..layout.segments())
+        let mut pieces: Vec<Piece<'_, F, X::Exponential>> = (0..layout.segments())
             .flat_map(|segment| panels.chunks(together).map(move |panels| (segment, panels)))
             .map(|(segment, panels)| {
                 let products = panels.iter().map(|_| products.next().unwrap_or_default()).collect();
@@ -130,13 +128,13 @@ impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
     /// Computes the sums of a piece's panels. `packed` has the contexts of all panels.
     fn run_piece(
         &self,
-        mut piece: Piece<'_, T::Acc, X::Exponential>,
+        mut piece: Piece<'_, F, X::Exponential>,
         packed: &[X::Packed],
         (decoder_buffers, logit_buffers): &mut (X::DecoderBuffers, X::LogitBuffers),
-    ) -> Vec<SegmentSums<T::Acc>> {
+    ) -> Vec<SegmentSums<F>> {
         let d = self.inputs.sizes.context_dim;
         let per_row = self.format.packed_per_row(d);
-        let mut sums: Vec<SegmentSums<T::Acc>> = piece.panels.iter().map(|panel| self.no_sums(*panel)).collect();
+        let mut sums: Vec<SegmentSums<F>> = piece.panels.iter().map(|panel| self.no_sums(*panel)).collect();
         let mut exponentials = piece.exponentials.into_iter();
         for (i, tile) in self.layout.tiles_of_segment(piece.segment).enumerate() {
             let ids = self.layout.ids(tile);
@@ -173,7 +171,7 @@ impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
     }
 
     /// Returns the sums of a panel's rows over no ids.
-    fn no_sums(&self, panel: Panel) -> SegmentSums<T::Acc> {
+    fn no_sums(&self, panel: Panel) -> SegmentSums<F> {
         let FirstProductRequest { moment, tile_largest, top_k } = self.request;
         SegmentSums {
             running: RunningSums::new(panel.width, moment, tile_largest || top_k.is_some()),
@@ -189,25 +187,25 @@ impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
     fn exponentiate(
         &self,
         PanelTile { ids, panel, is_first }: &PanelTile,
-        sums: &mut SegmentSums<T::Acc>,
-        logits: &mut [T::Acc],
-        products: &mut [T::Acc],
+        sums: &mut SegmentSums<F>,
+        logits: &mut [F],
+        products: &mut [F],
     ) {
         let (isa, softcap) = (self.inputs.isa, self.inputs.softcap);
         if let Some(softcap) = softcap {
-            T::Acc::dispatch(isa, ApplySoftcap { tile: logits, softcap });
+            F::dispatch(isa, ApplySoftcap { tile: logits, softcap });
         }
         let listed = self.take_listed(ids, *panel, sums, logits);
         let running = &mut sums.running;
-        let has_moved = T::Acc::dispatch(isa, UpdateOffsets { tile: logits, running });
+        let has_moved = F::dispatch(isa, UpdateOffsets { tile: logits, running });
         if let (Some(top_logits), Some(floors)) = (&mut sums.top_logits, &self.floors) {
             top_logits.add(ids, logits, &running.tile_largest, floors);
         }
-        T::Acc::dispatch(isa, Exponentiate { tile: logits, running, softcap });
+        F::dispatch(isa, Exponentiate { tile: logits, running, softcap });
         // The slope of a softcap is not finite there.
         listed.iter().for_each(|&at| logits[at] = num_traits::Zero::zero());
         if has_moved && !is_first && !products.is_empty() {
-            T::Acc::dispatch(isa, Scale { values: products, factors: &running.rescale });
+            F::dispatch(isa, Scale { values: products, factors: &running.rescale });
         }
     }
 
@@ -217,8 +215,8 @@ impl<T: Element, X: Format<T>> ChunkProducts<'_, '_, T, X> {
         &self,
         ids: &Range<usize>,
         Panel { first, rows, width }: Panel,
-        sums: &mut SegmentSums<T::Acc>,
-        logits: &mut [T::Acc],
+        sums: &mut SegmentSums<F>,
+        logits: &mut [F],
     ) -> Vec<usize> {
         let mut places = Vec::new();
         for row in first..first + rows {

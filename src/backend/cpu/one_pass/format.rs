@@ -1,19 +1,18 @@
 //! The seam between one pass and the units that multiply: a format says which form the operands of the three products
-//! have. Logits, sums and gradients are numbers of `T::Acc` in every format.
+//! have. Logits, sums and gradients are numbers of the accumulation dtype in every format.
 
 use std::ops::Range;
 
 use half::bf16;
-use num_traits::Zero;
 
 use super::layout::{Blocks, Panel};
 use super::rows::Factors;
 use crate::backend::cpu::memory::BufferElement;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::Inputs;
 
 /// The products of a unit, and the form of their operands.
-pub(crate) trait Format<T: Element>: Copy + Send + Sync {
+pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
     /// A number of the packed contexts.
     type Packed: BufferElement;
     /// An exponential that is kept for the third product.
@@ -21,7 +20,7 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     /// A tile of the decoder as an operand of the first and the second product, perhaps in buffers.
     type Decoder<'t>
     where
-        T: 't;
+        F: 't;
     type DecoderBuffers: Default + Send;
     type LogitBuffers: Default + Send;
     /// The contexts times the factors of a segment, as an operand that the third products of its tiles share.
@@ -30,7 +29,7 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     type GradientBuffers: Default + Send;
 
     /// Whether a gradient that needs no further sum is rounded at once to the operands' dtype, bf16.
-    fn rounds_gradients() -> bool {
+    fn rounds_gradients(self) -> bool {
         false
     }
 
@@ -51,12 +50,12 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     fn most_panels(self) -> usize;
 
     /// Writes a panel's contexts as an operand of the first product.
-    fn pack(self, inputs: &Inputs<'_, T>, contexts: &[T::Acc], panel: Panel, to: &mut [Self::Packed]);
+    fn pack(self, inputs: &Inputs<'_, F>, contexts: &[F], panel: Panel, to: &mut [Self::Packed]);
 
     /// Reads the decoder's rows of a tile of ids.
     fn decoder_tile<'t>(
         self,
-        inputs: &'t Inputs<'_, T>,
+        inputs: &'t Inputs<'_, F>,
         ids: Range<usize>,
         buffers: &'t mut Self::DecoderBuffers,
     ) -> Self::Decoder<'t>;
@@ -66,28 +65,28 @@ pub(crate) trait Format<T: Element>: Copy + Send + Sync {
     /// empty. Then adds the products of the exponentials to these, or replaces them in the first tile.
     fn multiply(
         self,
-        operands: FirstOperands<'_, '_, T, Self>,
+        operands: FirstOperands<'_, '_, F, Self>,
         buffers: &mut Self::LogitBuffers,
-        exponentiate: impl FnOnce(&mut [T::Acc], &mut [T::Acc]),
+        exponentiate: impl FnOnce(&mut [F], &mut [F]),
     );
 
     /// Multiplies the contexts by the factors of a segment, `[column]`.
-    fn scaled_contexts(self, operands: &ThirdOperands<'_, T>, factors: &[T::Acc]) -> Self::ScaledContexts;
+    fn scaled_contexts(self, operands: &ThirdOperands<'_, F>, factors: &[F]) -> Self::ScaledContexts;
 
     /// Computes the third product: adds `E (f C)` to the gradients of some tiles, and `E f` to the bias's. `scaled` has
     /// the contexts times the factors of each segment; a tile may have other factors.
     fn add_products(
         self,
-        operands: &ThirdOperands<'_, T>,
-        tiles: &mut [GradientTile<'_, T::Acc, Self::Exponential>],
+        operands: &ThirdOperands<'_, F>,
+        tiles: &mut [GradientTile<'_, F, Self::Exponential>],
         scaled: &[Self::ScaledContexts],
         buffers: &mut Self::GradientBuffers,
     );
 }
 
 /// The operands of the first and the second product of a tile and a panel.
-pub(crate) struct FirstOperands<'a, 't, T: Element, X: Format<T>> {
-    pub(super) inputs: &'a Inputs<'a, T>,
+pub(crate) struct FirstOperands<'a, 't, F: Accumulator, X: Format<F>> {
+    pub(super) inputs: &'a Inputs<'a, F>,
     pub(super) ids: Range<usize>,
     pub(super) decoder: &'a X::Decoder<'t>,
     pub(super) panel: Panel,
@@ -96,16 +95,16 @@ pub(crate) struct FirstOperands<'a, 't, T: Element, X: Format<T>> {
     /// `[padded ids, width]`: where the exponentials are kept, if the third product needs them
     pub(super) exponentials: Option<&'a mut [X::Exponential]>,
     /// `[padded d, width]`: the second product of the tiles so far; empty if the contexts need no gradient
-    pub(super) products: &'a mut [T::Acc],
+    pub(super) products: &'a mut [F],
     /// Whether the tile is the first, whose products replace what is there.
     pub(super) is_first_tile: bool,
 }
 
 /// The operands of the third product that all tiles share.
-pub(crate) struct ThirdOperands<'a, T: Element> {
-    pub(super) factors: Factors<'a, T::Acc>,
+pub(crate) struct ThirdOperands<'a, F: Accumulator> {
+    pub(super) factors: Factors<'a, F>,
     /// `[rows, d]`
-    pub(super) contexts: &'a [T::Acc],
+    pub(super) contexts: &'a [F],
     pub(super) d: usize,
 }
 
@@ -134,10 +133,10 @@ pub(crate) struct TileGradient<'b, F> {
     pub(super) is_started: bool,
 }
 
-impl<T: Element> ThirdOperands<'_, T> {
+impl<F: Accumulator> ThirdOperands<'_, F> {
     /// Calls `subtract` for each listed id of a row that is one of `ids`, with its place among them, its mass, and the
     /// row's context.
-    pub(super) fn for_each_listed(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, T::Acc, &[T::Acc])) {
+    pub(super) fn for_each_listed(&self, ids: &Range<usize>, mut subtract: impl FnMut(usize, F, &[F])) {
         for (row, context) in self.factors.rows.iter().zip(self.contexts.chunks_exact(self.d)) {
             let entries = row.entries(self.factors.entries);
             let first = entries.partition_point(|entry| entry.id < ids.start);

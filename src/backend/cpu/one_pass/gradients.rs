@@ -3,36 +3,34 @@
 
 use std::ops::Range;
 
-use num_traits::Zero;
-use rayon::prelude::*;
-
 use super::exponentials::FirstProductResults;
 use super::format::{Format, GradientTile, ThirdOperands, TileGradient};
 use super::layout::{Layout, ListedId, Panel};
 use super::rows::{ChunkRows, GradientRow};
 use crate::backend::cpu::objective::results::{ColumnGradient, DecoderGradients};
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::{transpose, Inputs};
 use crate::backend::cpu::products::panel::{lanes, Left};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+use crate::backend::parallel;
 
 /// The gradient of a chunk's contexts, once the factors of its rows are known.
-pub(super) struct ContextGradient<'c, 'a, T: Element> {
-    pub(super) inputs: &'c Inputs<'a, T>,
-    pub(super) first_product: &'c FirstProductResults<'a, T::Acc>,
-    pub(super) rows: &'c ChunkRows<T::Acc>,
+pub(super) struct ContextGradient<'c, 'a, F: Accumulator> {
+    pub(super) inputs: &'c Inputs<'a, F>,
+    pub(super) first_product: &'c FirstProductResults<'a, F>,
+    pub(super) rows: &'c ChunkRows<F>,
     /// `[segment][column]`
-    pub(super) factors: &'c [Vec<T::Acc>],
+    pub(super) factors: &'c [Vec<F>],
 }
 
-impl<T: Element> ContextGradient<'_, '_, T> {
+impl<F: Accumulator> ContextGradient<'_, '_, F> {
     /// Computes `dC = f O - sum_y m W[y]` for each row of contexts, over its listed ids, from the second product O,
     /// which is overwritten. `to` has the rows of the gradient, `[rows][d]`.
-    pub(super) fn compute(&self, products: &mut [T::Acc], mut to: Vec<&mut [T::Acc]>) {
+    pub(super) fn compute(&self, products: &mut [F], mut to: Vec<&mut [F]>) {
         let d = self.inputs.sizes.context_dim;
         let FirstProductResults { layout, panels, .. } = self.first_product;
         // The products of each panel, segment by segment.
-        let mut by_panel: Vec<Vec<&mut [T::Acc]>> = Vec::new();
+        let mut by_panel: Vec<Vec<&mut [F]>> = Vec::new();
         by_panel.resize_with(panels.len(), Vec::new);
         let pieces = layout.pieces(self.rows.rows.len());
         for (piece, products) in
@@ -40,11 +38,12 @@ impl<T: Element> ContextGradient<'_, '_, T> {
         {
             by_panel[piece % panels.len()].push(products);
         }
-        to.par_chunks_mut(layout.panel_rows).zip(by_panel).zip(panels).for_each_init(
+        parallel::for_each_with(
+            to.chunks_mut(layout.panel_rows).zip(by_panel).zip(panels),
             || (Vec::new(), Vec::new()),
             |(transposed, decoder_row), ((to, products), panel)| {
                 let Some(total) = self.add_segments(panel, products) else { return };
-                transposed.resize(panel.width * d, T::Acc::zero());
+                transposed.resize(panel.width * d, F::zero());
                 transpose(total, panel.width, 0..d, 0..panel.width, transposed, d, |x| x);
                 let rows = self.rows.rows[panel.first..].iter().zip(to);
                 for ((row, to), values) in rows.zip(transposed.chunks_exact(d)) {
@@ -58,21 +57,21 @@ impl<T: Element> ContextGradient<'_, '_, T> {
     }
 
     /// Adds up the products of a panel's segments, `[d, width]`, each times its factors, into those of the first.
-    fn add_segments<'s>(&self, panel: &Panel, products: Vec<&'s mut [T::Acc]>) -> Option<&'s [T::Acc]> {
+    fn add_segments<'s>(&self, panel: &Panel, products: Vec<&'s mut [F]>) -> Option<&'s [F]> {
         let (isa, size) = (self.inputs.isa, panel.width * self.inputs.sizes.context_dim);
         let factors = self.factors.iter().map(|factors| &factors[panel.first..][..panel.width]);
         let mut segments = products.into_iter().zip(factors);
         let (total, factors) = segments.next()?;
         let total = &mut total[..size];
-        T::Acc::dispatch(isa, Scale { values: total, factors });
+        F::dispatch(isa, Scale { values: total, factors });
         for (products, factors) in segments {
-            T::Acc::dispatch(isa, AddScaled { to: total, values: &products[..size], factors });
+            F::dispatch(isa, AddScaled { to: total, values: &products[..size], factors });
         }
         Some(total)
     }
 
     /// Subtracts `m W[y]` for each listed id of a row.
-    fn subtract_listed(&self, row: &GradientRow<T::Acc>, to: &mut [T::Acc], decoder_row: &mut Vec<T::Acc>) {
+    fn subtract_listed(&self, row: &GradientRow<F>, to: &mut [F], decoder_row: &mut Vec<F>) {
         let entries = row.entries(&self.rows.entries);
         for &ListedId { id, mass } in entries.iter().filter(|entry| !entry.mass.is_zero()) {
             self.inputs.decoder.row(id, decoder_row);
@@ -82,9 +81,9 @@ impl<T: Element> ContextGradient<'_, '_, T> {
 }
 
 /// The third product of a chunk, in a format.
-pub(super) struct ThirdProduct<'a, T: Element, X> {
+pub(super) struct ThirdProduct<'a, F: Accumulator, X> {
     pub(super) format: X,
-    pub(super) operands: ThirdOperands<'a, T>,
+    pub(super) operands: ThirdOperands<'a, F>,
 }
 
 /// The tiles of the vocabulary, and the gradients of the rows behind it, which targets outside the vocabulary have.
@@ -94,21 +93,20 @@ struct SplitGradients<'b, F, E> {
     bias_behind: Option<&'b mut [F]>,
 }
 
-impl<T: Element, X: Format<T>> ThirdProduct<'_, T, X> {
+impl<F: Accumulator, X: Format<F>> ThirdProduct<'_, F, X> {
     fn layout(&self) -> &Layout {
         &self.operands.factors.first_product.layout
     }
 
     /// Adds `dW += E (f C) - m c`, the last term for the listed ids, and likewise to the gradients of adapter and bias,
     /// of those that are needed.
-    pub(super) fn add_to(&self, gradients: &mut DecoderGradients<T::Acc>, exponentials: &mut [X::Exponential]) {
+    pub(super) fn add_to(&self, gradients: &mut DecoderGradients<F>, exponentials: &mut [X::Exponential]) {
         let layout = self.layout();
         let SplitGradients { mut tiles, mut behind, bias_behind } = self.split(gradients, exponentials);
-        let segments = self.operands.factors.by_segment.par_iter();
-        let scaled: Vec<X::ScaledContexts> =
-            segments.map(|factors| self.format.scaled_contexts(&self.operands, factors)).collect();
-        let groups = tiles.par_chunks_mut(layout.tiles_at_a_time()).enumerate();
-        groups.for_each_init(X::GradientBuffers::default, |buffers, (group, tiles)| {
+        let segments = self.operands.factors.by_segment;
+        let scaled = parallel::map(segments, |factors| self.format.scaled_contexts(&self.operands, factors));
+        let groups = tiles.chunks_mut(layout.tiles_at_a_time()).enumerate();
+        parallel::for_each_with(groups, X::GradientBuffers::default, |buffers, (group, tiles)| {
             for (tile, index) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
                 self.clear_void_rows(layout.padded(tile.ids.len()), tile.exponentials);
                 tile.factors = self.operands.factors.tile_factors(index);
@@ -124,9 +122,9 @@ impl<T: Element, X: Format<T>> ThirdProduct<'_, T, X> {
     /// Splits gradients and exponentials by tiles. From here on the gradients are started.
     fn split<'b>(
         &self,
-        gradients: &'b mut DecoderGradients<T::Acc>,
+        gradients: &'b mut DecoderGradients<F>,
         exponentials: &'b mut [X::Exponential],
-    ) -> SplitGradients<'b, T::Acc, X::Exponential> {
+    ) -> SplitGradients<'b, F, X::Exponential> {
         let layout = self.layout();
         let Layout { tile_ids, vocab, .. } = *layout;
         let columns = layout.columns(self.operands.factors.rows.len());
@@ -139,7 +137,7 @@ impl<T: Element, X: Format<T>> ThirdProduct<'_, T, X> {
             gradients: vec![],
             bias: None,
         };
-        let mut tiles: Vec<GradientTile<'_, T::Acc, X::Exponential>> = exponentials.enumerate().map(tile).collect();
+        let mut tiles: Vec<GradientTile<'_, F, X::Exponential>> = exponentials.enumerate().map(tile).collect();
         let mut behind = Vec::new();
         let (matrices, bias) = gradients.parts();
         for ColumnGradient { columns, values, rounded, is_started } in matrices {
@@ -167,12 +165,7 @@ impl<T: Element, X: Format<T>> ThirdProduct<'_, T, X> {
 
     /// Subtracts the listed ids among `ids`, to which these gradients belong: `dW -= m c`, `db -= m`. A rounded
     /// gradient has them subtracted before it is rounded.
-    fn subtract_listed(
-        &self,
-        ids: Range<usize>,
-        gradients: &mut [TileGradient<'_, T::Acc>],
-        mut bias: Option<&mut [T::Acc]>,
-    ) {
+    fn subtract_listed(&self, ids: Range<usize>, gradients: &mut [TileGradient<'_, F>], mut bias: Option<&mut [F]>) {
         self.operands.for_each_listed(&ids, |id, mass, context| {
             if let Some(bias) = &mut bias {
                 bias[id] -= mass;

@@ -38,12 +38,12 @@ use super::objective::components::PositionLoss;
 use super::objective::ranks::Ranks;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::{Candidates, ListedIds, Targets};
-use super::operands::dtype::Element;
+use super::operands::dtype::Accumulator;
 use super::operands::matrix::Inputs;
 use super::vector::math::defect_of;
 use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::objective::{Scored, Task};
-use crate::backend::operands::{Real, Sizes};
+use crate::backend::operands::Sizes;
 use crate::backend::plan::{Planned, Steps};
 use crate::backend::ranking::order;
 use crate::backend::shard::VocabShard;
@@ -61,7 +61,7 @@ use top_logits::Floors;
 
 /// Returns the workspace of a task. Besides small numbers, the decoder's gradient needs the exponentials of a chunk,
 /// and the contexts' gradient a product for each of its pieces.
-pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task: &Task) -> Workspace {
+pub(super) fn workspace<F: Accumulator, X: Format<F>>(format: X, sizes: Sizes, task: &Task) -> Workspace {
     /// The number of elements that the numbers of a row take.
     const ROW_NUMBERS: usize = 32;
     /// The number of elements that the numbers of a listed id take, besides the first.
@@ -70,8 +70,8 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     let candidates = if let Task::Scores { scores, .. } = task { scores.candidates } else { 1 };
     let listed = LISTED_NUMBERS * candidates.saturating_sub(1);
     let Sizes { context_dim: d, vocab, .. } = sizes;
-    let element = size_of::<T::Acc>();
-    let layout = Layout::new::<T::Acc>(format.blocks(), 1, sizes, needs_grad);
+    let element = size_of::<F>();
+    let layout = Layout::new::<F>(format.blocks(), 1, sizes, needs_grad);
     let (panel, ids) = (layout.panel_rows, layout.padded(layout.tile_ids));
     let product_bytes = if needs_grad.contexts { layout.padded(d) * element } else { 0 };
     let scaled_bytes = if needs_grad.decoder() { format.scaled_context_bytes(d) } else { 0 };
@@ -81,7 +81,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
         let exponentials = layout.padded(vocab) * size_of::<X::Exponential>();
         exponentials + 2 * layout.tiles() * element + scaled_bytes
     } else {
-        let segment = segment_bytes::<T::Acc>(panel) + usize::from(needs_grad.contexts) * element;
+        let segment = segment_bytes::<F>(panel) + usize::from(needs_grad.contexts) * element;
         segment * layout.segments()
     };
     // The search for the argmax needs the largest logit of each tile, and buffers for a position and a tile.
@@ -91,8 +91,7 @@ pub(super) fn workspace<T: Element, X: Format<T>>(format: X, sizes: Sizes, task:
     } else {
         (0, 0)
     };
-    let top_k_bytes =
-        if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes::<T::Acc>(k) } else { 0 };
+    let top_k_bytes = if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes::<F>(k) } else { 0 };
     // All panels but the last are full.
     let piece_bytes = (layout.extra_pieces() + 1) * panel * (product_bytes + scaled_bytes);
     // The contexts exist packed and gathered.
@@ -154,21 +153,21 @@ impl<'a, F: Float> OnePassRequest<'a, F> {
 }
 
 /// The state of a pass over the chunks of a plan. Each chunk replaces the one before; losses and gradients accumulate.
-pub(super) struct OnePass<'a, T: Element, X: Format<T>> {
+pub(super) struct OnePass<'a, F: Accumulator, X: Format<F>> {
     format: X,
-    inputs: Inputs<'a, T>,
-    request: OnePassRequest<'a, T::Acc>,
+    inputs: Inputs<'a, F>,
+    request: OnePassRequest<'a, F>,
     /// The ranks that share the vocabulary, if there are any.
-    pub(super) ranks: Option<Ranks<'a, T::Acc>>,
+    pub(super) ranks: Option<Ranks<'a, F>>,
     layout: Layout,
     /// `[positions]`
     pub(super) losses: Vec<PositionLoss>,
-    pub(super) gradients: BufferedGradients<T>,
+    pub(super) gradients: BufferedGradients<F>,
 
-    buffers: ChunkBuffers<T, X>,
+    buffers: ChunkBuffers<F, X>,
     /// `[rows, d]`: the contexts, unless they are stored in this form
-    gathered: Vec<T::Acc>,
-    chunk: Chunk<'a, T::Acc>,
+    gathered: Vec<F>,
+    chunk: Chunk<'a, F>,
 }
 
 /// The present chunk.
@@ -192,17 +191,17 @@ impl<F: Default> Chunk<'_, F> {
     }
 }
 
-impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
+impl<'a, F: Accumulator, X: Format<F>> OnePass<'a, F, X> {
     pub(super) fn new(
         format: X,
-        inputs: Inputs<'a, T>,
-        request: OnePassRequest<'a, T::Acc>,
-        gradients: BufferedGradients<T>,
+        inputs: Inputs<'a, F>,
+        request: OnePassRequest<'a, F>,
+        gradients: BufferedGradients<F>,
         Planned { needs_grad, plan, .. }: &Planned,
     ) -> Self {
         let Sizes { positions, context_dim: d, vocab, .. } = inputs.sizes;
         let rows = plan.rows_per_chunk;
-        let layout = Layout::new::<T::Acc>(format.blocks(), rows, inputs.sizes, *needs_grad);
+        let layout = Layout::new::<F>(format.blocks(), rows, inputs.sizes, *needs_grad);
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
         let exponentials = if needs_grad.decoder() { columns * layout.padded(vocab) } else { 0 };
@@ -254,14 +253,14 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     }
 
     /// Returns the scores of the chunk's positions, `[positions, n + 2]`.
-    pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<T::Acc> {
+    pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<F> {
         let Chunk { positions, first_product, .. } = &self.chunk;
         let Some(first_product) = first_product else { return vec![] };
         SummedChunk { inputs: &self.inputs, positions, first_product }.scores(candidates, scored)
     }
 
     /// Computes the loss of each of the chunk's positions over these targets, and its rows.
-    pub(super) fn objective_rows(&mut self, targets: &Targets<T::Acc>) {
+    pub(super) fn objective_rows(&mut self, targets: &Targets<F>) {
         let components = self.inputs.sizes.components;
         let Chunk { positions, first_product, argmax, rows, segment_factors } = &mut self.chunk;
         let Some(first_product) = first_product else { return };
@@ -292,16 +291,15 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
     fn gather_contexts(&mut self, chunk: &Range<usize>, positions: &[usize]) {
         let size = self.inputs.sizes.components * self.inputs.sizes.context_dim;
         self.gathered.clear();
-        if !T::IS_ACC || positions.len() < chunk.len() {
+        if self.inputs.contexts.wide().is_none() || positions.len() < chunk.len() {
             for t in positions {
-                let rows = &self.inputs.contexts[t * size..(t + 1) * size];
-                self.gathered.extend(rows.iter().map(|x| x.widen()));
+                self.inputs.contexts.slice(t * size..(t + 1) * size).append_to(&mut self.gathered);
             }
         }
     }
 
     /// Lets the ranks join the rows of a chunk whose listed ids are targets.
-    fn join_ranks(&mut self, positions: &[usize], first_product: &mut FirstProductResults<'_, T::Acc>) -> Result<()> {
+    fn join_ranks(&mut self, positions: &[usize], first_product: &mut FirstProductResults<'_, F>) -> Result<()> {
         let (Some(ranks), Some(targets)) = (&mut self.ranks, self.request.targets()) else { return Ok(()) };
         ranks.finish_sum(&mut self.gradients.contexts)?;
         let owner = |&t: &usize| targets.id(t).map(|id| ranks.shard.owner(id));
@@ -312,18 +310,18 @@ impl<'a, T: Element, X: Format<T>> OnePass<'a, T, X> {
 
 /// Returns the contexts of a chunk's rows, `[rows, d]`: as they are stored, or `gathered` if they are not stored in
 /// this form or only these `positions` of the chunk are not ignored.
-fn contexts<'c, T: Element>(
-    inputs: &'c Inputs<'_, T>,
-    gathered: &'c [T::Acc],
+fn contexts<'c, F: Accumulator>(
+    inputs: &'c Inputs<'_, F>,
+    gathered: &'c [F],
     chunk: &Range<usize>,
     positions: &[usize],
-) -> &'c [T::Acc] {
+) -> &'c [F] {
     let size = inputs.sizes.components * inputs.sizes.context_dim;
-    let stored = T::as_acc(&inputs.contexts[chunk.start * size..chunk.end * size]);
+    let stored = inputs.contexts.slice(chunk.start * size..chunk.end * size).wide();
     stored.filter(|_| positions.len() == chunk.len()).unwrap_or(gathered)
 }
 
-impl<T: Element, X: Format<T>> Steps for OnePass<'_, T, X> {
+impl<F: Accumulator, X: Format<F>> Steps for OnePass<'_, F, X> {
     /// Computes the first and the second product of the chunk, without the factors of the rows.
     fn first_product(&mut self, chunk: Range<usize>) -> Result<()> {
         let (components, request) = (self.inputs.sizes.components, self.request.first_product());

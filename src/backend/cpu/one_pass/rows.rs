@@ -1,21 +1,18 @@
 //! Between the products: the loss or the scores of each position, and the numbers that turn a row's exponentials into
 //! its gradient.
 
-use candle_core::WithDType;
-use num_traits::{Float as _, Zero};
-use rayon::prelude::*;
-
 use super::exponentials::{entropy, log_outside, log_outside_term, FirstProductResults, RowSums};
 use super::layout::ListedId;
 use crate::backend::cpu::objective::components::{Components, PositionLoss, Target};
 use crate::backend::cpu::objective::targets::{Candidates, Targets};
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::{Inputs, ViewMut};
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::vector::math::{flushed, not_negative, weighted, LogSumExp};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::objective::{Scored, POSITION_SCORES};
-use crate::backend::operands::{Real, Sizes};
+use crate::backend::operands::Sizes;
+use crate::backend::parallel;
 use crate::backend::shard::ELSEWHERE;
 
 /// The gradient of a row, as numbers that exponentials and listed ids are multiplied by.
@@ -68,33 +65,33 @@ impl<F: Float> GradientRow<F> {
 
 /// Computes each row's logit of its target if targets are entries of their own; otherwise returns nothing. `contexts`
 /// belong to `positions`.
-pub(super) fn own_logits<T: Element>(
-    inputs: &Inputs<'_, T>,
-    targets: &Targets<T::Acc>,
+pub(super) fn own_logits<F: Accumulator>(
+    inputs: &Inputs<'_, F>,
+    targets: &Targets<F>,
     positions: &[usize],
-    contexts: &[T::Acc],
-) -> Vec<T::Acc> {
+    contexts: &[F],
+) -> Vec<F> {
     let Sizes { components, context_dim: d, .. } = inputs.sizes;
     let rows = if targets.are_own() { positions.len() * components } else { 0 };
-    let mut logits = vec![T::Acc::zero(); rows];
-    let by_position = logits.par_chunks_exact_mut(components).zip(contexts.par_chunks_exact(components * d));
-    by_position.zip(positions).for_each_init(Vec::new, |decoder_row, ((logits, contexts), &t)| {
+    let mut logits = vec![F::zero(); rows];
+    let by_position = logits.chunks_exact_mut(components).zip(contexts.chunks_exact(components * d)).zip(positions);
+    parallel::for_each_with(by_position, Vec::new, |decoder_row, ((logits, contexts), &t)| {
         let (Some(id), Some(shift)) = (targets.row(t), targets.own_shift(t)) else { return };
         inputs.decoder.row(id, decoder_row);
         let to = &mut ViewMut::new(logits, components, 1, 1);
         let decoder = &decoder_row[..];
-        T::Acc::dispatch(inputs.isa, DecoderDots::<T::Acc> { contexts, decoder, d, is_added: false, to });
+        F::dispatch(inputs.isa, DecoderDots::<F> { contexts, decoder, d, is_added: false, to });
         logits.iter_mut().for_each(|z| *z = *z * inputs.logit_scale + inputs.bias[id] + shift);
     });
     logits
 }
 
 /// A chunk after its first product: from here on, positions are independent.
-pub(super) struct SummedChunk<'c, 'a, T: Element> {
-    pub(super) inputs: &'c Inputs<'a, T>,
+pub(super) struct SummedChunk<'c, 'a, F: Accumulator> {
+    pub(super) inputs: &'c Inputs<'a, F>,
     /// The positions that are not ignored.
     pub(super) positions: &'c [usize],
-    pub(super) first_product: &'c FirstProductResults<'a, T::Acc>,
+    pub(super) first_product: &'c FirstProductResults<'a, F>,
 }
 
 /// The gradient of a position's objective, as far as its rows share it.
@@ -160,9 +157,9 @@ impl<F: Float> PositionGradient<'_, F> {
     }
 }
 
-impl<T: Element> SummedChunk<'_, '_, T> {
+impl<F: Accumulator> SummedChunk<'_, '_, F> {
     /// Sets `state` to the components of the `i`-th position; returns their sums, `[K]`.
-    fn set_components(&self, i: usize, state: &mut Components<T::Acc>) -> &[RowSums<T::Acc>] {
+    fn set_components(&self, i: usize, state: &mut Components<F>) -> &[RowSums<F>] {
         let components = self.inputs.sizes.components;
         let sums = &self.first_product.sums[i * components..][..components];
         let lse: Vec<_> = sums.iter().map(|sums| sums.lse).collect();
@@ -171,15 +168,15 @@ impl<T: Element> SummedChunk<'_, '_, T> {
     }
 
     /// Computes the scores of the positions, `[positions, n + 2]`.
-    pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<T::Acc> {
+    pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<F> {
         let (components, columns) = (self.inputs.sizes.components, candidates.n + POSITION_SCORES);
-        let zero = T::Acc::zero();
+        let zero = F::zero();
         let mut scores = vec![zero; self.positions.len() * columns];
-        let score_position = |state: &mut Components<T::Acc>, (i, to): (usize, &mut [T::Acc])| {
+        let score_position = |state: &mut Components<F>, (i, to): (usize, &mut [F])| {
             let first = i * components;
             let sums = self.set_components(i, state);
             // Not `neg`, which makes a minus zero.
-            let bounded = |log_p: LogSumExp<T::Acc>| zero - not_negative(-log_p.value());
+            let bounded = |log_p: LogSumExp<F>| zero - not_negative(-log_p.value());
             let log_prob = |j: usize| bounded(state.log_prob(|k| self.first_product.logits(first + k)[j]));
             let log_probs: Vec<_> = (0..self.first_product.ids.position_ids(i).len()).map(log_prob).collect();
             for (to, &place) in to.iter_mut().zip(candidates.places(self.positions[i])) {
@@ -187,19 +184,19 @@ impl<T: Element> SummedChunk<'_, '_, T> {
             }
             if scored.needs_entropy {
                 let segments = self.first_product.row_segments(first);
-                to[candidates.n] = T::Acc::from_f64(entropy(segments, self.first_product.logits(first)));
+                to[candidates.n] = F::from_f64(entropy(segments, self.first_product.logits(first)));
             }
             if scored.needs_outside {
                 to[candidates.n + 1] = bounded(log_outside(state, sums));
             }
         };
         let state = || Components::new(components);
-        scores.par_chunks_exact_mut(columns).enumerate().for_each_init(state, score_position);
+        parallel::for_each_with(scores.chunks_exact_mut(columns).enumerate(), state, score_position);
         scores
     }
 
     /// Computes the loss of each position, and its rows.
-    pub(super) fn objective(&self, targets: &Targets<T::Acc>) -> (Vec<PositionLoss>, ChunkRows<T::Acc>) {
+    pub(super) fn objective(&self, targets: &Targets<F>) -> (Vec<PositionLoss>, ChunkRows<F>) {
         let components = self.inputs.sizes.components;
         let mut entries = vec![ListedId::default(); self.first_product.ids.entries()];
         let mut by_position = Vec::with_capacity(self.positions.len());
@@ -211,7 +208,7 @@ impl<T: Element> SummedChunk<'_, '_, T> {
         }
         let state = || Components::new(components);
         let position = |state: &mut _, (i, entries): (usize, &mut [_])| self.position(targets, i, entries, state);
-        let found: Vec<_> = by_position.into_par_iter().enumerate().map_init(state, position).collect();
+        let found = parallel::map_with(by_position.into_iter().enumerate(), state, position);
         let (losses, rows): (Vec<_>, Vec<_>) = found.into_iter().unzip();
         (losses, ChunkRows { rows: rows.into_iter().flatten().collect(), entries })
     }
@@ -219,11 +216,11 @@ impl<T: Element> SummedChunk<'_, '_, T> {
     /// Computes the loss of the `i`-th position and its rows, whose entries it writes.
     fn position(
         &self,
-        targets: &Targets<T::Acc>,
+        targets: &Targets<F>,
         i: usize,
-        entries: &mut [ListedId<T::Acc>],
-        state: &mut Components<T::Acc>,
-    ) -> (PositionLoss, Vec<GradientRow<T::Acc>>) {
+        entries: &mut [ListedId<F>],
+        state: &mut Components<F>,
+    ) -> (PositionLoss, Vec<GradientRow<F>>) {
         let (components, t) = (self.inputs.sizes.components, self.positions[i]);
         let first_row = i * components;
         let sums = self.set_components(i, state);
@@ -232,8 +229,7 @@ impl<T: Element> SummedChunk<'_, '_, T> {
         let logit = |k: usize, j: usize| self.first_product.logits(first_row + k)[j];
         let loss = state.hard_loss(&target, |k, _| logit(k, 0));
         state.add_candidates(target.candidates, logit, |_| num_traits::One::one());
-        let log_outside =
-            if target.outside.is_zero() { T::Acc::neg_infinity() } else { log_outside(state, sums).value() };
+        let log_outside = if target.outside.is_zero() { F::neg_infinity() } else { log_outside(state, sums).value() };
         let scale = targets.scale(t);
         let logit_scale = scale.f64() * self.inputs.logit_scale.f64();
         let gradient = PositionGradient { state, target: &target, sums, log_outside, scale, logit_scale };
@@ -246,11 +242,11 @@ impl<T: Element> SummedChunk<'_, '_, T> {
     /// those of its listed ids to `entries`.
     fn gradient_row(
         &self,
-        gradient: &PositionGradient<'_, T::Acc>,
+        gradient: &PositionGradient<'_, F>,
         row: usize,
         k: usize,
-        entries: &mut [ListedId<T::Acc>],
-    ) -> GradientRow<T::Acc> {
+        entries: &mut [ListedId<F>],
+    ) -> GradientRow<F> {
         let &PositionGradient { state, sums, scale, logit_scale, .. } = gradient;
         let (first_entry, ids) = self.first_product.ids.row_ids(row);
         let logits = self.first_product.logits(row);
@@ -258,11 +254,11 @@ impl<T: Element> SummedChunk<'_, '_, T> {
         let listed_mass = |j: usize| gradient.listed_mass(k, j);
         for (j, (to, (&id, &z))) in entries.iter_mut().zip(ids.iter().zip(logits)).enumerate() {
             let mass = if id == ELSEWHERE {
-                T::Acc::zero()
+                F::zero()
             } else {
-                let slope = self.inputs.softcap.map_or(T::Acc::from_f64(1.0), |softcap| softcap.slope_at(z));
+                let slope = self.inputs.softcap.map_or(F::from_f64(1.0), |softcap| softcap.slope_at(z));
                 let mass = (listed_mass(j).f64() - weighted(masses.total(), sums[k].softmax(z))) * slope.f64();
-                flushed(T::Acc::from_f64(weighted(logit_scale, mass)))
+                flushed(F::from_f64(weighted(logit_scale, mass)))
             };
             *to = ListedId { id, mass };
         }
@@ -271,7 +267,7 @@ impl<T: Element> SummedChunk<'_, '_, T> {
         let lse = sums[k].lse;
         GradientRow {
             entries: (first_entry, ids.len()),
-            factor: if lse.log_sum == T::Acc::neg_infinity() {
+            factor: if lse.log_sum == F::neg_infinity() {
                 // There is no distribution if all logits are minus infinity.
                 weighted(masses.factor, f64::NAN)
             } else {
@@ -280,7 +276,7 @@ impl<T: Element> SummedChunk<'_, '_, T> {
             largest: lse.largest,
             outside: (masses.outside_factor, sums[k].outside.largest),
             scale: logit_scale,
-            log_prior: flushed(weighted(scale, -state.mass[k] - T::Acc::from_f64(masses.outside))),
+            log_prior: flushed(weighted(scale, -state.mass[k] - F::from_f64(masses.outside))),
             is_void: !has_gradient
                 && self.first_product.row_segments(row).any(|(sums, r)| !sums.running.sum[r].is_finite()),
         }
@@ -313,7 +309,7 @@ pub(super) fn segment_factors<F: Float>(
         }
         factors
     };
-    (0..layout.segments()).into_par_iter().map(factors).collect()
+    parallel::map(0..layout.segments(), factors)
 }
 
 impl<F: Float> Factors<'_, F> {

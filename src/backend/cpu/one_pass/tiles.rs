@@ -9,7 +9,6 @@ use half::bf16;
 use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
 use super::layout::{Blocks, Panel};
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
@@ -38,21 +37,18 @@ pub(crate) struct LogitTile {
     pairs: Aligned<Pair>,
 }
 
-impl<T: Element<Acc = f32>> Format<T> for Tiles {
+impl Format<f32> for Tiles {
     type Packed = Pair;
     type Exponential = bf16;
-    type Decoder<'t>
-        = &'t DecoderSquares
-    where
-        T: 't;
+    type Decoder<'t> = &'t DecoderSquares;
     type DecoderBuffers = DecoderSquares;
     type LogitBuffers = LogitTile;
     /// `[square of columns][pair][SIDE]`, in pairs of rows
     type ScaledContexts = Aligned<Pair>;
     type GradientBuffers = GradientBuffers;
 
-    fn rounds_gradients() -> bool {
-        T::DTYPE == DType::BF16
+    fn rounds_gradients(self) -> bool {
+        self.dtype == DType::BF16
     }
 
     /// Everything is a multiple of a square's side; a panel is as wide as a square.
@@ -91,7 +87,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
     }
 
     /// Writes `[d / 2, SIDE]`, the contexts in pairs of columns.
-    fn pack(self, inputs: &Inputs<'_, T>, contexts: &[f32], panel: Panel, to: &mut [Pair]) {
+    fn pack(self, inputs: &Inputs<'_, f32>, contexts: &[f32], panel: Panel, to: &mut [Pair]) {
         let d = inputs.sizes.context_dim;
         to.fill(0);
         for (r, context) in contexts[panel.first * d..].chunks_exact(d).take(panel.rows).enumerate() {
@@ -105,7 +101,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
     /// Rounds the rows, and transposes them for the second product.
     fn decoder_tile<'t>(
         self,
-        inputs: &'t Inputs<'_, T>,
+        inputs: &'t Inputs<'_, f32>,
         ids: Range<usize>,
         tile: &'t mut DecoderSquares,
     ) -> &'t DecoderSquares {
@@ -116,7 +112,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
     /// Computes the logits in f32 and rounds their exponentials to bf16 for the second and the third product.
     fn multiply(
         self,
-        operands: FirstOperands<'_, '_, T, Self>,
+        operands: FirstOperands<'_, '_, f32, Self>,
         buffers: &mut LogitTile,
         exponentiate: impl FnOnce(&mut [f32], &mut [f32]),
     ) {
@@ -159,7 +155,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
         });
     }
 
-    fn scaled_contexts(self, operands: &ThirdOperands<'_, T>, factors: &[f32]) -> Aligned<Pair> {
+    fn scaled_contexts(self, operands: &ThirdOperands<'_, f32>, factors: &[f32]) -> Aligned<Pair> {
         let mut scaled = Aligned::default();
         self.scale(operands, 0..operands.factors.rows.len(), 0..operands.d, factors, &mut scaled);
         scaled
@@ -169,7 +165,7 @@ impl<T: Element<Acc = f32>> Format<T> for Tiles {
     /// itself, a group of columns at a time.
     fn add_products(
         self,
-        operands: &ThirdOperands<'_, T>,
+        operands: &ThirdOperands<'_, f32>,
         tiles: &mut [GradientTile<'_, f32, bf16>],
         scaled: &[Aligned<Pair>],
         buffers: &mut GradientBuffers,
@@ -201,9 +197,9 @@ pub(crate) struct GradientBuffers {
 
 impl Tiles {
     /// Writes some columns of the contexts of some rows, times the rows' factors.
-    fn scale<T: Element<Acc = f32>>(
+    fn scale(
         self,
-        operands: &ThirdOperands<'_, T>,
+        operands: &ThirdOperands<'_, f32>,
         rows: Range<usize>,
         columns: Range<usize>,
         factors: &[f32],
@@ -218,9 +214,9 @@ impl Tiles {
     /// Adds products to the gradients of some columns, the first of which is a multiple of a side. If `scaled` has the
     /// contexts times the factors of each segment, the tiles share these; otherwise there is one tile, with factors of
     /// its own.
-    fn add_columns<T: Element<Acc = f32>>(
+    fn add_columns(
         self,
-        operands: &ThirdOperands<'_, T>,
+        operands: &ThirdOperands<'_, f32>,
         tiles: &mut [GradientTile<'_, f32, bf16>],
         columns: Range<usize>,
         scaled: Option<&[Aligned<Pair>]>,
@@ -278,10 +274,10 @@ struct TileSums<'a> {
 
 impl TileSums<'_> {
     /// Stores the sums in the gradient of the weight or the adapter, as far as it has these columns.
-    fn store<T: Element<Acc = f32>>(
+    fn store(
         &mut self,
         isa: Isa,
-        operands: &ThirdOperands<'_, T>,
+        operands: &ThirdOperands<'_, f32>,
         ids: &Range<usize>,
         TileGradient { columns, values, rounded, is_started }: &mut TileGradient<'_, f32>,
     ) {

@@ -3,17 +3,14 @@
 
 use std::ops::Range;
 
-use num_traits::Zero;
-
 use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
 use super::gradients::{AddWeightedSums, ScaleRows};
 use super::layout::{Blocks, Panel};
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::{transpose, Block, Inputs};
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, PanelProduct, Registers, Start};
-use crate::backend::cpu::vector::simd::Float;
 
 /// The maximum number of columns of the decoder that the first product sums over at a time, so that the packed contexts
 /// stay in the cache.
@@ -28,25 +25,25 @@ const GROUP_IDS: usize = 160;
 /// The maximum number of panels that share a widened tile.
 const MOST_PANELS: usize = 8;
 
-impl<T: Element> Format<T> for Vectors {
-    type Packed = T::Acc;
-    type Exponential = T::Acc;
+impl<F: Accumulator> Format<F> for Vectors {
+    type Packed = F;
+    type Exponential = F;
     /// The weight and the adapter, each with its columns.
     type Decoder<'t>
-        = Vec<(Range<usize>, Block<'t, T::Acc>)>
+        = Vec<(Range<usize>, Block<'t, F>)>
     where
-        T: 't;
+        F: 't;
     /// Widened copies of the two, if they are in half precision.
-    type DecoderBuffers = [Vec<T::Acc>; 2];
+    type DecoderBuffers = [Vec<F>; 2];
     /// The exponentials, if they are not kept.
-    type LogitBuffers = Aligned<T::Acc>;
+    type LogitBuffers = Aligned<F>;
     /// The tiles of a segment share nothing; each thread scales contexts for some tiles.
     type ScaledContexts = ();
-    type GradientBuffers = Vec<T::Acc>;
+    type GradientBuffers = Vec<F>;
 
     /// A tile of the decoder has a fixed number of bytes; a panel is as wide as the registers.
     fn blocks(self) -> Blocks {
-        let Registers { rows, width, lanes } = Registers::for_isa::<T::Acc>(self.0);
+        let Registers { rows, width, lanes } = Registers::for_isa::<F>(self.isa);
         Blocks {
             ids: rows,
             panel_rows: width,
@@ -54,7 +51,7 @@ impl<T: Element> Format<T> for Vectors {
             padding: 1,
             pieces: 64,
             tiles: 64,
-            tile_elements: TILE_BYTES / size_of::<T::Acc>(),
+            tile_elements: TILE_BYTES / size_of::<F>(),
             group_ids: GROUP_IDS,
         }
     }
@@ -64,11 +61,11 @@ impl<T: Element> Format<T> for Vectors {
     }
 
     fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize {
-        let panel_rows = Format::<T>::blocks(self).panel_rows;
-        let widened = if T::IS_ACC { 0 } else { ids * d };
+        let panel_rows = Format::<F>::blocks(self).panel_rows;
+        let widened = if self.widens() { ids * d } else { 0 };
         let scaled_or_exponentials =
             if keeps_exponentials { BLOCK_ROWS.next_multiple_of(panel_rows) * panel_rows } else { ids * panel_rows };
-        (widened + scaled_or_exponentials) * size_of::<T::Acc>()
+        (widened + scaled_or_exponentials) * size_of::<F>()
     }
 
     fn scaled_context_bytes(self, _: usize) -> usize {
@@ -76,19 +73,19 @@ impl<T: Element> Format<T> for Vectors {
     }
 
     fn most_panels(self) -> usize {
-        if T::IS_ACC {
-            1
-        } else {
+        if self.widens() {
             MOST_PANELS
+        } else {
+            1
         }
     }
 
     /// Writes `[d, width]`, the contexts times the logit scale.
-    fn pack(self, inputs: &Inputs<'_, T>, contexts: &[T::Acc], panel: Panel, to: &mut [T::Acc]) {
+    fn pack(self, inputs: &Inputs<'_, F>, contexts: &[F], panel: Panel, to: &mut [F]) {
         let d = inputs.sizes.context_dim;
         let Panel { first, rows, width } = panel;
         if rows < width {
-            to.fill(T::Acc::zero());
+            to.fill(F::zero());
         }
         transpose(&contexts[first * d..], d, 0..rows, 0..d, to, width, |x| x);
         if inputs.logit_scale != num_traits::One::one() {
@@ -99,9 +96,9 @@ impl<T: Element> Format<T> for Vectors {
     /// Reads rows in the accumulation dtype where they lie, and widens others.
     fn decoder_tile<'t>(
         self,
-        inputs: &'t Inputs<'_, T>,
+        inputs: &'t Inputs<'_, F>,
         ids: Range<usize>,
-        buffers: &'t mut [Vec<T::Acc>; 2],
+        buffers: &'t mut [Vec<F>; 2],
     ) -> Self::Decoder<'t> {
         let matrices = inputs.decoder.matrices().zip(buffers);
         matrices.map(|((columns, matrix), buffer)| (columns, matrix.block(ids.clone(), buffer))).collect()
@@ -110,9 +107,9 @@ impl<T: Element> Format<T> for Vectors {
     /// Writes the logits where the exponentials are kept, or in the buffer.
     fn multiply(
         self,
-        operands: FirstOperands<'_, '_, T, Self>,
-        buffer: &mut Aligned<T::Acc>,
-        exponentiate: impl FnOnce(&mut [T::Acc], &mut [T::Acc]),
+        operands: FirstOperands<'_, '_, F, Self>,
+        buffer: &mut Aligned<F>,
+        exponentiate: impl FnOnce(&mut [F], &mut [F]),
     ) {
         let FirstOperands { inputs, ids, decoder, panel, packed, exponentials, products, is_first_tile } = operands;
         let width = panel.width;
@@ -130,23 +127,20 @@ impl<T: Element> Format<T> for Vectors {
             let left = Left { values: block.values, row: block.column, step: block.id, depth: ids.len() };
             let (rows, left, right) = (columns.len(), &[left][..], &exponentials[..]);
             let to = &mut products[columns.start * width..];
-            T::Acc::dispatch(
-                self.0,
-                PanelProduct { start, rows, left, right, width, to, to_row: width, columns: width },
-            );
+            F::dispatch(self.isa, PanelProduct { start, rows, left, right, width, to, to_row: width, columns: width });
         }
     }
 
     /// Does nothing: each thread scales contexts for some tiles.
-    fn scaled_contexts(self, _: &ThirdOperands<'_, T>, _: &[T::Acc]) {}
+    fn scaled_contexts(self, _: &ThirdOperands<'_, F>, _: &[F]) {}
 
     /// Sums over a few panels at a time, whose scaled contexts stay in the cache.
     fn add_products(
         self,
-        operands: &ThirdOperands<'_, T>,
-        tiles: &mut [GradientTile<'_, T::Acc, T::Acc>],
+        operands: &ThirdOperands<'_, F>,
+        tiles: &mut [GradientTile<'_, F, F>],
         _: &[()],
-        scaled: &mut Vec<T::Acc>,
+        scaled: &mut Vec<F>,
     ) {
         let first_product = operands.factors.first_product;
         let panels_at_a_time = BLOCK_ROWS.div_ceil(first_product.layout.panel_rows);
@@ -157,7 +151,7 @@ impl<T: Element> Format<T> for Vectors {
             for GradientTile { ids, exponentials, factors, bias, .. } in &mut *tiles {
                 let Some(bias) = bias else { continue };
                 let (left, factors) = (left_operand(exponentials, panels, ids.len()), &factors[panels[0].first..]);
-                T::Acc::dispatch(self.0, AddWeightedSums { left: &left, factors, to: bias });
+                F::dispatch(self.isa, AddWeightedSums { left: &left, factors, to: bias });
             }
         }
     }
@@ -166,13 +160,13 @@ impl<T: Element> Format<T> for Vectors {
 impl Vectors {
     /// Adds the products with the rows of some panels to the gradients that have index `matrix` in each tile. The tiles
     /// share the scaled contexts where their factors are equal.
-    fn add_matrix_products<T: Element>(
+    fn add_matrix_products<F: Accumulator>(
         self,
-        operands: &ThirdOperands<'_, T>,
-        tiles: &mut [GradientTile<'_, T::Acc, T::Acc>],
+        operands: &ThirdOperands<'_, F>,
+        tiles: &mut [GradientTile<'_, F, F>],
         matrix: usize,
         panels: &[Panel],
-        scaled: &mut Vec<T::Acc>,
+        scaled: &mut Vec<F>,
     ) {
         let (d, layout, first) = (operands.d, &operands.factors.first_product.layout, panels[0].first);
         let rows: usize = panels.iter().map(|panel| panel.rows).sum();
@@ -181,13 +175,13 @@ impl Vectors {
         for column in all_columns.clone().step_by(layout.panel_rows) {
             let columns = layout.panel_rows.min(all_columns.end - column);
             let width = columns.next_multiple_of(layout.lanes);
-            scaled.resize(rows * width, T::Acc::zero());
-            let mut scaled_by: &[T::Acc] = &[];
+            scaled.resize(rows * width, F::zero());
+            let mut scaled_by: &[F] = &[];
             for GradientTile { ids, exponentials, factors, gradients, .. } in &mut *tiles {
                 let factors = &factors[first..][..rows];
                 if scaled_by != factors {
                     let contexts = &operands.contexts[first * d + column..];
-                    T::Acc::dispatch(self.0, ScaleRows { contexts, d, columns, factors, to: scaled });
+                    F::dispatch(self.isa, ScaleRows { contexts, d, columns, factors, to: scaled });
                     scaled_by = factors;
                 }
                 let left = left_operand(exponentials, panels, ids.len());
@@ -195,20 +189,20 @@ impl Vectors {
                 let start = if *is_started || first > 0 { Start::Stored } else { Start::Zero };
                 let (rows, left, right) = (ids.len(), &left[..], &scaled[..]);
                 let to = &mut values[column - all_columns.start..];
-                T::Acc::dispatch(self.0, PanelProduct { start, rows, left, right, width, to, to_row, columns });
+                F::dispatch(self.isa, PanelProduct { start, rows, left, right, width, to, to_row, columns });
             }
         }
     }
 }
 
 /// Writes the logits of a tile and a panel, `[ids, width]`, without softcap.
-fn write_logits<T: Element>(
-    inputs: &Inputs<'_, T>,
-    decoder: &[(Range<usize>, Block<'_, T::Acc>)],
+fn write_logits<F: Accumulator>(
+    inputs: &Inputs<'_, F>,
+    decoder: &[(Range<usize>, Block<'_, F>)],
     ids: Range<usize>,
-    packed: &[T::Acc],
+    packed: &[F],
     width: usize,
-    to: &mut [T::Acc],
+    to: &mut [F],
 ) {
     for (columns, block) in decoder {
         let d = columns.len();
@@ -225,7 +219,7 @@ fn write_logits<T: Element>(
             let start = if first == 0 { Start::Rows(&inputs.bias[ids.clone()]) } else { Start::Stored };
             let (rows, left, right) = (ids.len(), &[left][..], &packed[first * width..]);
             let product = PanelProduct { start, rows, left, right, width, to, to_row: width, columns: width };
-            T::Acc::dispatch(inputs.isa, product);
+            F::dispatch(inputs.isa, product);
         }
     }
 }

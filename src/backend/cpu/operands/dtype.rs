@@ -1,24 +1,26 @@
 //! The element types of tensors, and the slices of their elements. Numbers in `f16`, `bf16` and `f32` are computed in
 //! `f32`, those in `f64` in `f64`; gradients are rounded to the type of their operand.
+//!
+//! Most code is generic over the type of the computation, an [`Accumulator`], and takes operands as they are [`Stored`].
+//! Only what reads each element is generic over the stored type, an [`Element`].
 
 use std::convert::identity;
+use std::ops::{Deref, Range};
 
 use candle_core::{DType, Device, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 use num_traits::Zero;
-use rayon::prelude::*;
 
 use crate::backend::cpu::memory::{filled, zeros};
 use crate::backend::cpu::tiles::rounding::{self, ToBf16};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::parallel;
 use crate::error::{Error, Result};
 
 /// A floating-point type that tensors are stored in.
 pub(crate) trait Element: WithDType + ToBf16 {
     /// The type for computation and accumulation.
-    type Acc: Float + Element<Acc = Self::Acc>;
-    /// Whether `Acc` is `Self`, so that no conversion is needed.
-    const IS_ACC: bool;
+    type Acc: Accumulator;
 
     /// Returns the number as `Acc`, exactly.
     fn widen(self) -> Self::Acc;
@@ -30,30 +32,92 @@ pub(crate) trait Element: WithDType + ToBf16 {
 
     /// Loads fewer numbers than fill a register, widened; the other lanes become zero.
     fn load_partial<V: Vector<Self::Acc>>(v: V, values: &[Self]) -> V::Reg;
+}
 
-    /// Returns the slice itself if `Acc` is `Self`.
-    fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
+/// A type for computation and accumulation.
+pub(crate) trait Accumulator: Float + Element<Acc = Self> {
+    /// The type of half precision with five bits of exponent that is computed in this type. Nothing in half precision is
+    /// computed in f64, for which this is f64 itself.
+    type F16: Element<Acc = Self>;
+    /// As [`Self::F16`], with eight bits of exponent.
+    type Bf16: Element<Acc = Self>;
+}
 
-    /// Returns the values as `Acc`: the slice itself, or a copy in `buffer`.
-    fn widen_slice<'a>(values: &'a [Self], buffer: &'a mut Vec<Self::Acc>) -> &'a [Self::Acc] {
-        match Self::as_acc(values) {
+impl Accumulator for f32 {
+    type F16 = f16;
+    type Bf16 = bf16;
+}
+
+impl Accumulator for f64 {
+    type F16 = f64;
+    type Bf16 = f64;
+}
+
+/// The elements of an operand that is computed in `F`, as they are stored.
+#[derive(Clone, Copy)]
+pub(crate) enum Stored<'a, F: Accumulator> {
+    /// In `F` itself.
+    Wide(&'a [F]),
+    F16(&'a [F::F16]),
+    Bf16(&'a [F::Bf16]),
+}
+
+/// Evaluates `$call` with `$values` as the slice of stored elements, in each of the types.
+macro_rules! with_values {
+    ($stored:expr, $values:ident => $call:expr) => {
+        match $stored {
+            $crate::backend::cpu::operands::dtype::Stored::Wide($values) => $call,
+            $crate::backend::cpu::operands::dtype::Stored::F16($values) => $call,
+            $crate::backend::cpu::operands::dtype::Stored::Bf16($values) => $call,
+        }
+    };
+}
+pub(crate) use with_values;
+
+impl<'a, F: Accumulator> Stored<'a, F> {
+    /// Returns some of the elements.
+    pub(crate) fn slice(self, range: Range<usize>) -> Self {
+        match self {
+            Stored::Wide(values) => Stored::Wide(&values[range]),
+            Stored::F16(values) => Stored::F16(&values[range]),
+            Stored::Bf16(values) => Stored::Bf16(&values[range]),
+        }
+    }
+
+    /// Returns the elements themselves if they are stored in `F`.
+    pub(crate) fn wide(self) -> Option<&'a [F]> {
+        match self {
+            Stored::Wide(values) => Some(values),
+            _ => None,
+        }
+    }
+
+    /// Returns the elements in `F`: themselves, or a copy in `buffer`.
+    pub(crate) fn widened<'b>(self, buffer: &'b mut Vec<F>) -> &'b [F]
+    where
+        'a: 'b,
+    {
+        match self.wide() {
             Some(values) => values,
             None => {
                 buffer.clear();
-                buffer.extend(values.iter().map(|x| x.widen()));
+                self.append_to(buffer);
                 buffer
             }
         }
     }
+
+    /// Appends the elements in `F`.
+    pub(crate) fn append_to(self, to: &mut Vec<F>) {
+        with_values!(self, values => to.extend(values.iter().map(|x| x.widen())))
+    }
 }
 
 macro_rules! impl_element {
-    ($type:ty as $acc:ty, $widen:expr, $narrow:expr, $load:expr, $load_partial:expr, $as_acc:expr, $to_bf16:expr) => {
+    ($type:ty as $acc:ty, $widen:expr, $narrow:expr, $load:expr, $load_partial:expr, $to_bf16:expr) => {
         impl Element for $type {
             type Acc = $acc;
-            const IS_ACC: bool = size_of::<$type>() == size_of::<$acc>();
             #[inline(always)]
-            /// Returns the number as `Acc`, exactly.
             fn widen(self) -> $acc {
                 $widen(self)
             }
@@ -69,9 +133,6 @@ macro_rules! impl_element {
             fn load_partial<V: Vector<$acc>>(v: V, values: &[$type]) -> V::Reg {
                 $load_partial(v, values)
             }
-            fn as_acc(values: &[Self]) -> Option<&[$acc]> {
-                $as_acc(values)
-            }
         }
 
         impl ToBf16 for $type {
@@ -83,12 +144,12 @@ macro_rules! impl_element {
     };
 }
 
-impl_element!(f32 as f32, identity, identity, V::load, V::load_partial, Some, rounding::bf16);
-impl_element!(f64 as f64, identity, identity, V::load, V::load_partial, Some, bf16::from_f64);
-impl_element!(f16 as f32, rounding::widened_f16, f16::from_f32, load, load_partial, |_| None, |x| rounding::bf16(
+impl_element!(f32 as f32, identity, identity, V::load, V::load_partial, rounding::bf16);
+impl_element!(f64 as f64, identity, identity, V::load, V::load_partial, bf16::from_f64);
+impl_element!(f16 as f32, rounding::widened_f16, f16::from_f32, load, load_partial, |x| rounding::bf16(
     rounding::widened_f16(x)
 ));
-impl_element!(bf16 as f32, rounding::widened, rounding::bf16, load, load_partial, |_| None, identity);
+impl_element!(bf16 as f32, rounding::widened, rounding::bf16, load, load_partial, identity);
 
 /// Loads a register of half-precision numbers.
 #[inline(always)]
@@ -131,21 +192,69 @@ macro_rules! with_type {
 }
 pub(crate) use with_type;
 
+/// Evaluates `$call` with `$F` as the type in which operands of `$dtype` are computed.
+macro_rules! with_accumulator {
+    ($dtype:expr, $F:ident => $call:expr) => {
+        match $dtype {
+            candle_core::DType::F64 => {
+                type $F = f64;
+                $call
+            }
+            _ => {
+                type $F = f32;
+                $call
+            }
+        }
+    };
+}
+pub(crate) use with_accumulator;
+
+/// The elements of a contiguous tensor, locked for reading.
+pub(crate) struct Locked<G> {
+    argument: &'static str,
+    storage: G,
+    elements: Range<usize>,
+}
+
+/// Locks the storage of the tensor that `argument` names.
+pub(crate) fn locked<'a>(
+    argument: &'static str,
+    tensor: &'a Tensor,
+) -> Result<Locked<impl Deref<Target = Storage> + use<'a>>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match layout.contiguous_offsets() {
+        Some((from, to)) => Ok(Locked { argument, storage, elements: from..to }),
+        None => Err(Error::shape(argument, "contiguous", layout.dims())),
+    }
+}
+
+impl<G: Deref<Target = Storage>> Locked<G> {
+    /// Returns the elements, which have this type.
+    pub(crate) fn values<T: WithDType>(&self) -> Result<&[T]> {
+        let Storage::Cpu(storage) = &*self.storage else {
+            let got = format!("{:?}", self.storage.device().location());
+            return Err(Error::Device { argument: self.argument, expected: "Cpu".into(), got });
+        };
+        Ok(&T::cpu_storage_as_slice(storage)?[self.elements.clone()])
+    }
+
+    /// Returns the elements, which are computed in `F`.
+    pub(crate) fn stored<F: Accumulator>(&self) -> Result<Stored<'_, F>> {
+        Ok(match self.storage.dtype() {
+            DType::F16 => Stored::F16(self.values()?),
+            DType::BF16 => Stored::Bf16(self.values()?),
+            _ => Stored::Wide(self.values()?),
+        })
+    }
+}
+
 /// Calls `f` with the elements of a contiguous tensor.
 pub(crate) fn with_slice<T: Element, O>(
     argument: &'static str,
     tensor: &Tensor,
     f: impl FnOnce(&[T]) -> Result<O>,
 ) -> Result<O> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else {
-        let got = format!("{:?}", tensor.device().location());
-        return Err(Error::Device { argument, expected: "Cpu".into(), got });
-    };
-    match layout.contiguous_offsets() {
-        Some((from, to)) => f(&T::cpu_storage_as_slice(storage)?[from..to]),
-        None => Err(Error::shape(argument, "contiguous", layout.dims())),
-    }
+    f(locked(argument, tensor)?.values()?)
 }
 
 /// The number of elements that a thread converts at a time.
@@ -165,8 +274,8 @@ pub(crate) fn rounded_to<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Ten
     let isa = Isa::detected()?;
     let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
         let mut values: Vec<T> = filled(T::zero(), from.len());
-        let blocks = values.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK));
-        blocks.for_each(|(to, from)| f32::dispatch(isa, NarrowRow { from, to }));
+        let blocks = values.chunks_mut(BLOCK).zip(from.chunks(BLOCK));
+        parallel::for_each(blocks, |(to, from)| f32::dispatch(isa, NarrowRow { from, to }));
         Ok(values)
     })?;
     Ok(Tensor::from_vec(values, gradient.shape(), &Device::Cpu)?)
@@ -176,8 +285,8 @@ pub(crate) fn rounded_to<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Ten
 pub(crate) fn widened<T: Element<Acc = f32>>(tensor: &Tensor) -> Result<Tensor> {
     let values = with_slice("tensor", tensor, |from: &[T]| {
         let mut values: Vec<f32> = zeros(from.len());
-        let blocks = values.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK));
-        blocks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(to, x)| *to = x.widen()));
+        let blocks = values.chunks_mut(BLOCK).zip(from.chunks(BLOCK));
+        parallel::for_each(blocks, |(to, from)| to.iter_mut().zip(from).for_each(|(to, x)| *to = x.widen()));
         Ok(values)
     })?;
     Ok(Tensor::from_vec(values, tensor.shape(), &Device::Cpu)?)

@@ -1,12 +1,11 @@
 //! The operands of the products: views of matrices in memory, the decoder in either layout, and the inputs of a mixture.
 
 use std::marker::PhantomData;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
-use candle_core::WithDType;
-use num_traits::Zero;
+use candle_core::{Storage, Tensor};
 
-use super::dtype::{with_slice, Element};
+use super::dtype::{locked, with_values, Accumulator, Element, Locked, Stored};
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::vector::math::Softcap;
 use crate::backend::cpu::vector::simd::{Isa, ROW_ALIGN};
@@ -98,14 +97,14 @@ impl<'a, F> ViewMut<'a, F> {
 
 /// The decoder: its weight, and to the right of it the columns of an adapter.
 #[derive(Clone, Copy)]
-pub(crate) struct DecoderView<'a, T> {
-    pub(crate) weight: DecoderMatrix<'a, T>,
-    pub(crate) adapter: Option<DecoderMatrix<'a, T>>,
+pub(crate) struct DecoderView<'a, F: Accumulator> {
+    pub(crate) weight: DecoderMatrix<'a, F>,
+    pub(crate) adapter: Option<DecoderMatrix<'a, F>>,
 }
 
-impl<'a, T: Element> DecoderView<'a, T> {
+impl<'a, F: Accumulator> DecoderView<'a, F> {
     /// Returns the weight and the adapter, if there is one, each with its columns of the decoder.
-    pub(crate) fn matrices(&self) -> impl Iterator<Item = (Range<usize>, DecoderMatrix<'a, T>)> {
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = (Range<usize>, DecoderMatrix<'a, F>)> {
         let d = self.weight.width;
         let adapter = self.adapter.map(|adapter| (d..d + adapter.width, adapter));
         std::iter::once((0..d, self.weight)).chain(adapter)
@@ -117,7 +116,7 @@ impl<'a, T: Element> DecoderView<'a, T> {
     }
 
     /// Copies the row of an id.
-    pub(crate) fn row(&self, id: usize, to: &mut Vec<T::Acc>) {
+    pub(crate) fn row(&self, id: usize, to: &mut Vec<F>) {
         to.clear();
         self.matrices().for_each(|(_, matrix)| matrix.push_row(id, to));
     }
@@ -125,8 +124,8 @@ impl<'a, T: Element> DecoderView<'a, T> {
 
 /// The decoder's weight `[vocab, d]`, stored as such or as its transpose, or the columns of an adapter `[vocab, r]`.
 #[derive(Clone, Copy)]
-pub(crate) struct DecoderMatrix<'a, T> {
-    pub(crate) values: &'a [T],
+pub(crate) struct DecoderMatrix<'a, F: Accumulator> {
+    pub(crate) values: Stored<'a, F>,
     /// The number of rows, which may exceed the vocabulary.
     pub(crate) vocab: usize,
     /// The number of columns.
@@ -135,10 +134,10 @@ pub(crate) struct DecoderMatrix<'a, T> {
     pub(crate) is_transposed: bool,
 }
 
-impl<'a, T: Element> DecoderMatrix<'a, T> {
+impl<'a, F: Accumulator> DecoderMatrix<'a, F> {
     /// Returns whether blocks `[ids, columns]` are read in place, without a copy.
     pub(crate) fn is_read_in_place(&self) -> bool {
-        T::IS_ACC && !self.is_transposed
+        self.values.wide().is_some() && !self.is_transposed
     }
 
     /// Returns the block `[ids, columns]` and its row stride, from the decoder itself or from a copy in `buffer`.
@@ -146,8 +145,8 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
         &'b self,
         ids: Range<usize>,
         columns: Range<usize>,
-        buffer: &'b mut Vec<T::Acc>,
-    ) -> (&'b [T::Acc], usize) {
+        buffer: &'b mut Vec<F>,
+    ) -> (&'b [F], usize) {
         if !self.is_transposed {
             widened_block(self.values, self.width, ids, columns, buffer)
         } else {
@@ -157,7 +156,7 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
 
     /// Returns all columns of some ids in the layout of the decoder, from the decoder itself or from a copy in
     /// `buffer`.
-    pub(crate) fn block<'b>(self, ids: Range<usize>, buffer: &'b mut Vec<T::Acc>) -> Block<'b, T::Acc>
+    pub(crate) fn block<'b>(self, ids: Range<usize>, buffer: &'b mut Vec<F>) -> Block<'b, F>
     where
         'a: 'b,
     {
@@ -172,11 +171,11 @@ impl<'a, T: Element> DecoderMatrix<'a, T> {
     }
 
     /// Appends the row of an id.
-    pub(crate) fn push_row(&self, id: usize, to: &mut Vec<T::Acc>) {
+    pub(crate) fn push_row(&self, id: usize, to: &mut Vec<F>) {
         if !self.is_transposed {
-            to.extend(self.values[id * self.width..(id + 1) * self.width].iter().map(|x| x.widen()))
+            self.values.slice(id * self.width..(id + 1) * self.width).append_to(to);
         } else {
-            to.extend(self.values[id..].iter().step_by(self.vocab).map(|x| x.widen()))
+            with_values!(self.values, values => to.extend(values[id..].iter().step_by(self.vocab).map(|x| x.widen())))
         }
     }
 }
@@ -191,38 +190,36 @@ pub(crate) struct Block<'a, F> {
 
 /// Returns a block of a matrix with rows of `width` elements, and the block's row stride, from the matrix itself or
 /// from a copy in `buffer`.
-fn widened_block<'a, T: Element>(
-    matrix: &'a [T],
+fn widened_block<'a, F: Accumulator>(
+    matrix: Stored<'a, F>,
     width: usize,
     rows: Range<usize>,
     columns: Range<usize>,
-    buffer: &'a mut Vec<T::Acc>,
-) -> (&'a [T::Acc], usize) {
-    match T::as_acc(&matrix[rows.start * width + columns.start..]) {
-        Some(values) => (values, width),
-        None => {
-            buffer.clear();
-            for row in matrix[rows.start * width..rows.end * width].chunks_exact(width) {
-                buffer.extend(row[columns.clone()].iter().map(|x| x.widen()));
-            }
-            (buffer, columns.len())
-        }
+    buffer: &'a mut Vec<F>,
+) -> (&'a [F], usize) {
+    if let Some(values) = matrix.wide() {
+        return (&values[rows.start * width + columns.start..], width);
     }
+    buffer.clear();
+    for row in rows {
+        matrix.slice(row * width + columns.start..row * width + columns.end).append_to(buffer);
+    }
+    (buffer, columns.len())
 }
 
 /// Transposes and widens a block of a matrix with rows of `width` elements into `buffer`; returns it with its row
 /// stride. The `gemm` crate can read a transposed operand, but only element by element, which costs as much as the
 /// product itself when there are few rows of contexts.
-fn transposed_block<'a, T: Element>(
-    matrix: &[T],
+fn transposed_block<'a, F: Accumulator>(
+    matrix: Stored<'_, F>,
     width: usize,
     rows: Range<usize>,
     columns: Range<usize>,
-    buffer: &'a mut Vec<T::Acc>,
-) -> (&'a [T::Acc], usize) {
+    buffer: &'a mut Vec<F>,
+) -> (&'a [F], usize) {
     let stride = rows.len().next_multiple_of(ROW_ALIGN);
-    buffer.resize(columns.len() * stride, T::Acc::zero());
-    transpose(matrix, width, rows, columns, buffer, stride, Element::widen);
+    buffer.resize(columns.len() * stride, F::zero());
+    with_values!(matrix, matrix => transpose(matrix, width, rows, columns, buffer, stride, |x| x.widen()));
     (buffer, stride)
 }
 
@@ -276,70 +273,85 @@ fn transpose_block<T: Copy, F: Copy>(
 }
 
 /// The operands of one computation.
-pub(crate) struct Inputs<'a, T: Element> {
+pub(crate) struct Inputs<'a, F: Accumulator> {
     pub(crate) sizes: Sizes,
     pub(crate) isa: Isa,
-    pub(crate) logit_scale: T::Acc,
-    pub(crate) softcap: Option<Softcap<T::Acc>>,
+    pub(crate) logit_scale: F,
+    pub(crate) softcap: Option<Softcap<F>>,
     /// `[positions, K, d]`
-    pub(crate) contexts: &'a [T],
-    pub(crate) decoder: DecoderView<'a, T>,
+    pub(crate) contexts: Stored<'a, F>,
+    pub(crate) decoder: DecoderView<'a, F>,
     /// `[positions, K]`
-    pub(crate) log_priors: Vec<T::Acc>,
+    pub(crate) log_priors: Vec<F>,
     /// `[rows of the decoder]`, times the logit scale, padded with minus infinity to a multiple of [`ROW_ALIGN`]
-    pub(crate) bias: Vec<T::Acc>,
+    pub(crate) bias: Vec<F>,
 }
 
-impl<T: Element> Inputs<'_, T> {
-    /// Calls `f` with the inputs of these operands.
-    pub(crate) fn with<R>(operands: &Operands, f: impl FnOnce(Inputs<'_, T>) -> Result<R>) -> Result<R> {
+/// The elements of the operands, locked for reading.
+struct LockedOperands<'a, G> {
+    operands: &'a Operands,
+    contexts: Locked<G>,
+    weight: Locked<G>,
+    /// Whether the weight is stored as its transpose.
+    is_transposed: bool,
+    adapter: Option<Locked<G>>,
+}
+
+/// Locks the operands; `weight` is theirs as it is stored.
+fn lock_operands<'a>(
+    operands: &'a Operands,
+    weight: &'a Tensor,
+    is_transposed: bool,
+) -> Result<LockedOperands<'a, impl Deref<Target = Storage> + use<'a>>> {
+    let adapter = operands.adapter.as_ref().map(|adapter| locked("adapter", adapter)).transpose()?;
+    let (contexts, weight) = (locked("contexts", &operands.contexts)?, locked("weight", weight)?);
+    Ok(LockedOperands { operands, contexts, weight, is_transposed, adapter })
+}
+
+impl<G: Deref<Target = Storage>> LockedOperands<'_, G> {
+    /// Makes the inputs of a computation.
+    fn inputs<F: Accumulator>(&self) -> Result<Inputs<'_, F>> {
+        let LockedOperands { operands, contexts, weight, is_transposed, adapter } = self;
         let sizes @ Sizes { positions, components, .. } = operands.sizes;
-        let rows = operands.weight_rows()?;
+        let (rows, columns) = (operands.weight_rows()?, operands.adapter_columns()?);
+        let matrix = |values, width, is_transposed| DecoderMatrix { values, vocab: rows, width, is_transposed };
+        let adapter = adapter.as_ref().map(|adapter| adapter.stored()).transpose()?;
+        let decoder = DecoderView {
+            weight: matrix(weight.stored()?, columns.start, *is_transposed),
+            adapter: adapter.map(|values| matrix(values, columns.len(), false)),
+        };
         let log_priors = match &operands.log_priors {
             Some(log_priors) => log_priors.flatten_all()?.to_vec1()?,
             None => zeros(positions * components),
         };
-        let logit_scale = T::Acc::from_f64(operands.logit_scale);
+        let logit_scale = F::from_f64(operands.logit_scale);
         let mut bias = match &operands.bias {
             Some(bias) => bias.to_vec1()?,
             None => zeros(rows),
         };
         bias.iter_mut().for_each(|b| *b *= logit_scale);
         bias.resize(rows.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
-        let softcap = operands.softcap.map(|cap| Softcap::new(T::Acc::from_f64(cap)));
-        let isa = Isa::detected()?;
+        let softcap = operands.softcap.map(|cap| Softcap::new(F::from_f64(cap)));
+        let (isa, contexts) = (Isa::detected()?, contexts.stored()?);
+        Ok(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
+    }
+}
+
+impl<F: Accumulator> Inputs<'_, F> {
+    /// Calls `f` with the inputs of these operands.
+    pub(crate) fn with<R>(operands: &Operands, f: impl FnOnce(Inputs<'_, F>) -> Result<R>) -> Result<R> {
         let (weight, is_transposed) = operands.stored_weight()?;
-        with_slice("contexts", &operands.contexts, |contexts| {
-            with_slice("weight", &weight, |values| {
-                with_adapter(operands, |adapter| {
-                    let columns = operands.adapter_columns()?;
-                    let matrix =
-                        |values, width, is_transposed| DecoderMatrix { values, vocab: rows, width, is_transposed };
-                    let decoder = DecoderView {
-                        weight: matrix(values, columns.start, is_transposed),
-                        adapter: adapter.map(|values| matrix(values, columns.len(), false)),
-                    };
-                    f(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
-                })
-            })
-        })
+        let operands = lock_operands(operands, &weight, is_transposed)?;
+        f(operands.inputs()?)
     }
 
     /// Divides the logits by a temperature.
     pub(crate) fn tempered(mut self, temperature: f64) -> Self {
         if temperature != 1.0 {
-            let power = T::Acc::from_f64(1.0 / temperature);
+            let power = F::from_f64(1.0 / temperature);
             self.logit_scale *= power;
             self.bias.iter_mut().for_each(|b| *b *= power);
         }
         self
-    }
-}
-
-/// Calls `f` with the elements of the adapter, if there is one.
-fn with_adapter<T: Element, R>(operands: &Operands, f: impl FnOnce(Option<&[T]>) -> Result<R>) -> Result<R> {
-    match &operands.adapter {
-        Some(adapter) => with_slice("adapter", adapter, |values| f(Some(values))),
-        None => f(None),
     }
 }

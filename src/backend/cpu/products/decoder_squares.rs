@@ -5,10 +5,10 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::with_values;
 use crate::backend::cpu::operands::matrix::DecoderView;
 use crate::backend::cpu::tiles::product::SIDE;
-use crate::backend::cpu::tiles::rounding::RoundedRow;
+use crate::backend::cpu::tiles::rounding::{RoundedRow, ToBf16};
 use crate::backend::cpu::tiles::squares::{store_line, Grid};
 use crate::backend::cpu::tiles::transpose::transpose;
 use crate::backend::cpu::vector::simd::{Float, Isa};
@@ -25,7 +25,7 @@ pub(crate) struct DecoderSquares {
 
 impl DecoderSquares {
     /// Copies the rows of some ids, and transposes them.
-    pub(crate) fn read<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &DecoderView<'_, T>, ids: Range<usize>) {
+    pub(crate) fn read(&mut self, isa: Isa, decoder: &DecoderView<'_, f32>, ids: Range<usize>) {
         let grid = Grid { down: ids.len().div_ceil(SIDE), across: decoder.width().div_ceil(SIDE) };
         self.read_rows(isa, decoder, ids);
         if !decoder.weight.is_transposed {
@@ -36,12 +36,7 @@ impl DecoderSquares {
 
     /// Copies the rows of some ids. A weight is read as it is stored: if that is its transpose, its columns are copied
     /// first, and `columns` holds them afterwards.
-    pub(crate) fn read_rows<T: Element<Acc = f32>>(
-        &mut self,
-        isa: Isa,
-        decoder: &DecoderView<'_, T>,
-        ids: Range<usize>,
-    ) {
+    pub(crate) fn read_rows(&mut self, isa: Isa, decoder: &DecoderView<'_, f32>, ids: Range<usize>) {
         let (d, n) = (decoder.width().next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         if decoder.weight.is_transposed {
             self.read_columns(isa, decoder, ids);
@@ -54,8 +49,9 @@ impl DecoderSquares {
         self.line.resize(d, bf16::ZERO);
         for (row, id) in ids.clone().enumerate() {
             for (columns, matrix) in decoder.matrices() {
-                let values = &matrix.values[id * matrix.width..(id + 1) * matrix.width];
-                f32::dispatch(isa, RoundedRow { values, to: &mut self.line[columns] });
+                let (values, to) =
+                    (matrix.values.slice(id * matrix.width..(id + 1) * matrix.width), &mut self.line[columns]);
+                with_values!(values, values => f32::dispatch(isa, RoundedRow { values, to }));
             }
             store_line(&self.line, row, d / SIDE, rows);
         }
@@ -63,7 +59,7 @@ impl DecoderSquares {
     }
 
     /// Copies the columns of some ids, from a weight that is stored as its transpose.
-    fn read_columns<T: Element<Acc = f32>>(&mut self, isa: Isa, decoder: &DecoderView<'_, T>, ids: Range<usize>) {
+    fn read_columns(&mut self, isa: Isa, decoder: &DecoderView<'_, f32>, ids: Range<usize>) {
         let (d, n) = (decoder.width().next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
         self.line.clear();
         self.line.resize(n, bf16::ZERO);
@@ -74,12 +70,15 @@ impl DecoderSquares {
             let line = &mut self.line[..ids.len()];
             match stored.next().flatten() {
                 Some((matrix, column)) if matrix.is_transposed => {
-                    let values = &matrix.values[column * matrix.vocab..][ids.clone()];
-                    f32::dispatch(isa, RoundedRow { values, to: line });
+                    let first = column * matrix.vocab;
+                    let values = matrix.values.slice(first + ids.start..first + ids.end);
+                    with_values!(values, values => f32::dispatch(isa, RoundedRow { values, to: line }));
                 }
                 Some((matrix, column)) => {
-                    let values = matrix.values[ids.start * matrix.width + column..].iter().step_by(matrix.width);
-                    line.iter_mut().zip(values).for_each(|(to, x)| *to = x.to_bf16());
+                    with_values!(matrix.values, values => {
+                        let values = values[ids.start * matrix.width + column..].iter().step_by(matrix.width);
+                        line.iter_mut().zip(values).for_each(|(to, x)| *to = x.to_bf16());
+                    });
                 }
                 None => line.fill(bf16::ZERO),
             }

@@ -41,12 +41,17 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
             while id < ids {
                 let decoder = &decoder[id * d..];
                 let to = &mut ProductColumns { matrix: to, first_row: block * rows, first_id: id, is_added };
-                id += match (ids - id, contexts.len() <= MOST_INTERLEAVED * d) {
-                    // All sums stay in registers.
-                    (4.., true) if V::REGISTERS >= 32 => multiply_ids::<4, true, T, V>(v, contexts, decoder, d, to),
-                    (4.., false) if V::REGISTERS >= 32 => multiply_ids::<4, false, T, V>(v, contexts, decoder, d, to),
-                    (2.., _) => multiply_ids::<2, true, T, V>(v, contexts, decoder, d, to),
-                    _ => multiply_ids::<1, true, T, V>(v, contexts, decoder, d, to),
+                // As many ids as leave all sums in registers, then one by one.
+                id += if const { V::REGISTERS >= 32 } {
+                    match ids - id {
+                        4.. => multiply_ids::<4, T, V>(v, contexts, decoder, d, to),
+                        _ => multiply_id(v, contexts, &decoder[..d], to),
+                    }
+                } else {
+                    match ids - id {
+                        2.. => multiply_ids::<2, T, V>(v, contexts, decoder, d, to),
+                        _ => multiply_id(v, contexts, &decoder[..d], to),
+                    }
                 };
             }
         }
@@ -77,22 +82,26 @@ impl<F: Copy + std::ops::AddAssign> ProductColumns<'_, '_, F> {
 
 /// Multiplies `IDS` ids by all contexts; returns `IDS`.
 #[inline(always)]
-fn multiply_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
+fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     decoder: &[T],
     d: usize,
     to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
-    let ids: [&[T]; IDS] = std::array::from_fn(|j| &decoder[j * d..][..d]);
+    let mut ids: [&[T]; IDS] = [&[]; IDS];
+    for (id, row) in ids.iter_mut().zip(decoder.chunks_exact(d)) {
+        *id = row;
+    }
     // The next ids are prefetched during these products, because the hardware does not prefetch that far ahead.
     let mut next = decoder.get(IDS * d..).unwrap_or(&[]);
     next = &next[..next.len().min(IDS * d)];
     let per_group = (next.len() * ROWS * d).div_ceil(contexts.len());
+    let is_interleaved = const { V::REGISTERS < 32 } || contexts.len() <= MOST_INTERLEAVED * d;
     let mut take_next = || {
         let (share, later) = next.split_at(per_group.min(next.len()));
         next = later;
-        if INTERLEAVE {
+        if is_interleaved {
             return share;
         }
         lines(share).for_each(|line| prefetch(line.as_ptr()));
@@ -105,18 +114,32 @@ fn multiply_ids<const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<
     };
     let mut groups = contexts.chunks_exact(ROWS * d);
     for group in &mut groups {
-        store(&dots::<ROWS, IDS, INTERLEAVE, T, V>(v, group, ids, take_next()));
+        store(&dots::<ROWS, IDS, T, V>(v, group, ids, take_next()));
     }
     let remaining = groups.remainder();
     match remaining.len() / d {
-        5 => store(&dots::<5, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
-        4 => store(&dots::<4, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
-        3 => store(&dots::<3, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
-        2 => store(&dots::<2, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
-        1 => store(&dots::<1, IDS, INTERLEAVE, T, V>(v, remaining, ids, take_next())),
+        5 => store(&dots::<5, IDS, T, V>(v, remaining, ids, take_next())),
+        4 => store(&dots::<4, IDS, T, V>(v, remaining, ids, take_next())),
+        3 => store(&dots::<3, IDS, T, V>(v, remaining, ids, take_next())),
+        2 => store(&dots::<2, IDS, T, V>(v, remaining, ids, take_next())),
+        1 => store(&dots::<1, IDS, T, V>(v, remaining, ids, take_next())),
         _ => {}
     }
     IDS
+}
+
+/// Multiplies one of the last ids by all contexts; returns one.
+#[inline(always)]
+fn multiply_id<T: Element, V: Vector<T::Acc>>(
+    v: V,
+    contexts: &[T::Acc],
+    id: &[T],
+    to: &mut ProductColumns<'_, '_, T::Acc>,
+) -> usize {
+    for (row, context) in contexts.chunks_exact(id.len()).enumerate() {
+        to.store(row, &dots::<1, 1, T, V>(v, context, [id], &[])[0]);
+    }
+    1
 }
 
 /// Cuts values into chunks of the size of a cache line, which need not begin at one.
@@ -125,30 +148,44 @@ fn lines<T>(values: &[T]) -> std::slice::Chunks<'_, T> {
     values.chunks((CACHE_LINE / size_of::<T>()).max(1))
 }
 
-/// Computes the inner products of `ROWS` contexts with `IDS` ids. With `INTERLEAVE`, `next` is prefetched meanwhile, a
-/// few lines at a time: the processor has room for few requests.
+/// Computes the inner products of `ROWS` contexts with `IDS` ids. Meanwhile `next` is prefetched, a few lines at a time:
+/// the processor has room for few requests.
+///
+/// All loops over rows and ids are written out: the closure of a `map` would be compiled for each number of rows and ids,
+/// and without the target features of the kernel.
 #[inline(always)]
-pub(crate) fn dots<const ROWS: usize, const IDS: usize, const INTERLEAVE: bool, T: Element, V: Vector<T::Acc>>(
+pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
     ids: [&[T]; IDS],
     next: &[T],
 ) -> [[T::Acc; IDS]; ROWS] {
     let d = ids[0].len();
-    let contexts: [&[T::Acc]; ROWS] = std::array::from_fn(|i| &contexts[i * d..][..d]);
-    let (context_registers, context_rests) = (contexts.map(|x| V::split(x).0), contexts.map(|x| V::split(x).1));
-    let (id_registers, id_rests) = (ids.map(|x| V::split_lanes(x).0), ids.map(|x| V::split_lanes(x).1));
+    let zero = v.splat(T::Acc::zero());
+    let mut id_registers: [&[V::Lanes<T>]; IDS] = [&[]; IDS];
+    let mut id_rests: [&[T]; IDS] = [&[]; IDS];
+    for id in 0..IDS {
+        (id_registers[id], id_rests[id]) = V::split_lanes(&ids[id][..d]);
+    }
     let n = id_registers[0].len();
-    let id_registers = id_registers.map(|x| &x[..n]);
-    let context_registers = context_registers.map(|x| &x[..n]);
-    let mut sums = [[v.splat(T::Acc::zero()); IDS]; ROWS];
+    let mut context_registers: [&[V::Reg]; ROWS] = [&[]; ROWS];
+    let mut context_rests: [&[T::Acc]; ROWS] = [&[]; ROWS];
+    for row in 0..ROWS {
+        (context_registers[row], context_rests[row]) = V::split(&contexts[row * d..][..d]);
+        context_registers[row] = &context_registers[row][..n];
+    }
+    for registers in &mut id_registers {
+        *registers = &registers[..n];
+    }
+    let mut sums = [[zero; IDS]; ROWS];
     let mut lines = lines(next);
     let lines_at_a_time = lines.len().div_ceil(n.max(1));
     for i in 0..n {
-        if INTERLEAVE {
-            lines.by_ref().take(lines_at_a_time).for_each(|line| prefetch(line.as_ptr()));
+        for _ in 0..lines_at_a_time {
+            let Some(line) = lines.next() else { break };
+            prefetch(line.as_ptr());
         }
-        let mut decoder = [v.splat(T::Acc::zero()); IDS];
+        let mut decoder = [zero; IDS];
         for id in 0..IDS {
             decoder[id] = T::load(v, id_registers[id][i]);
         }
@@ -159,22 +196,21 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, const INTERLEAVE: bool, 
         }
     }
     if !id_rests[0].is_empty() {
-        let mut decoder = [v.splat(T::Acc::zero()); IDS];
-        for (register, rest) in decoder.iter_mut().zip(id_rests) {
-            *register = T::load_partial(v, rest);
+        let mut decoder = [zero; IDS];
+        for id in 0..IDS {
+            decoder[id] = T::load_partial(v, id_rests[id]);
         }
-        for (row, context) in context_rests.into_iter().enumerate() {
-            let context = v.load_partial(context);
-            for (id, &decoder) in decoder.iter().enumerate() {
-                sums[row][id] = v.mul_add(context, decoder, sums[row][id]);
+        for row in 0..ROWS {
+            let context = v.load_partial(context_rests[row]);
+            for id in 0..IDS {
+                sums[row][id] = v.mul_add(context, decoder[id], sums[row][id]);
             }
         }
     }
-    // These are loops because the closure of a `map` is not compiled with the target features of the kernel.
     let mut results = [[T::Acc::zero(); IDS]; ROWS];
-    for (results, sums) in results.iter_mut().zip(&sums) {
-        for (result, &sum) in results.iter_mut().zip(sums) {
-            *result = v.sum(sum);
+    for row in 0..ROWS {
+        for id in 0..IDS {
+            results[row][id] = v.sum(sums[row][id]);
         }
     }
     results

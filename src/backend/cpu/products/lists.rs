@@ -6,9 +6,9 @@ use num_traits::Zero;
 use rayon::prelude::*;
 
 use super::gemv::dots;
-use crate::backend::cpu::operands::dtype::{with_slice, with_type, Element};
-use crate::backend::cpu::operands::matrix::DecoderMatrix;
+use crate::backend::cpu::operands::dtype::{locked, with_slice, with_type, Element};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::parallel;
 use crate::error::Result;
 use crate::tensors::id_lists::IdLists;
 
@@ -19,7 +19,7 @@ pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists)
         let (d, n) = (matrix.width, lists.longest());
         let mut values = vec![<T as Element>::Acc::zero(); lists.len() * n];
         let multiply_position = |(wide, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [_])| {
-            let (context, ids) = (T::widen_slice(&contexts[t * d..][..d], wide), lists.list(t));
+            let (context, ids) = (widened(&contexts[t * d..][..d], wide), lists.list(t));
             let to = &mut to[..ids.len()];
             if matrix.is_transposed {
                 dispatch(isa, ListDots { context, rows: &copied_rows(&matrix, ids, rows), to })
@@ -28,7 +28,7 @@ pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists)
             }
         };
         // If all lists are empty, `n` is zero and there are no chunks.
-        values.par_chunks_mut(n.max(1)).enumerate().for_each_init(Default::default, multiply_position);
+        parallel::for_each_with(values.chunks_mut(n.max(1)).enumerate(), Default::default, multiply_position);
         Ok(Tensor::from_vec(values, (lists.len(), n), &Device::Cpu)?)
     }))
 }
@@ -57,7 +57,7 @@ pub(crate) fn list_product_gradients(
 /// Computes the gradients of the contexts, `[positions, d]`.
 fn context_gradients<T: Element>(
     isa: Isa,
-    matrix: &DecoderMatrix<'_, T>,
+    matrix: &ListedMatrix<'_, T>,
     lists: &IdLists,
     upstream: &[T::Acc],
 ) -> Vec<T> {
@@ -75,7 +75,7 @@ fn context_gradients<T: Element>(
         }
         to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
     };
-    values.par_chunks_mut(d).enumerate().for_each_init(Default::default, add_position);
+    parallel::for_each_with(values.chunks_mut(d).enumerate(), Default::default, add_position);
     values
 }
 
@@ -91,7 +91,7 @@ struct ListGradient<F> {
 fn matrix_gradient<T: Element>(
     isa: Isa,
     contexts: &[T],
-    matrix: &DecoderMatrix<'_, T>,
+    matrix: &ListedMatrix<'_, T>,
     lists: &IdLists,
     upstream: &[T::Acc],
 ) -> Vec<T> {
@@ -112,9 +112,9 @@ fn matrix_gradient<T: Element>(
         to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
     };
     // The system clears these zeros on first use: the other rows cost nothing. In huge pages nearly all of them would.
-    let mut values = vec![T::zero(); matrix.vocab * d];
+    let mut values = vec![T::zero(); matrix.rows * d];
     let rows = rows_mut(&mut values, d, groups.iter().map(|entries| entries[0].id));
-    rows.into_par_iter().zip(groups).for_each_init(Vec::new, add_row);
+    parallel::for_each_with(rows.into_iter().zip(groups), Vec::new, add_row);
     values
 }
 
@@ -125,7 +125,7 @@ pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Resul
     with_type!(values.dtype(), T => with_slice("rows", values, |values: &[T]| {
         let mut scattered = vec![Zero::zero(); rows * d];
         let to = rows_mut(&mut scattered, d, ids.iter().copied());
-        to.into_par_iter().zip(values.par_chunks(d)).for_each(|(to, row): (&mut [T], _)| to.copy_from_slice(row));
+        parallel::for_each(to.into_iter().zip(values.chunks(d)), |(to, row): (&mut [T], _)| to.copy_from_slice(row));
         Ok(Tensor::from_vec(scattered, (rows, d), &Device::Cpu)?)
     }))
 }
@@ -149,19 +149,36 @@ fn rows_mut<T>(mut values: &mut [T], d: usize, ids: impl Iterator<Item = u32>) -
 }
 
 /// Returns the rows of some ids as they are stored.
-fn stored_rows<'a, T: Element>(matrix: &DecoderMatrix<'a, T>, ids: &[u32]) -> Vec<&'a [T]> {
+fn stored_rows<'a, T: Element>(matrix: &ListedMatrix<'a, T>, ids: &[u32]) -> Vec<&'a [T]> {
     ids.iter().map(|&id| &matrix.values[id as usize * matrix.width..][..matrix.width]).collect()
 }
 
 /// Copies the rows of some ids to `buffer`, from a matrix that is stored as its transpose.
 fn copied_rows<'a, T: Element>(
-    matrix: &DecoderMatrix<'_, T>,
+    matrix: &ListedMatrix<'_, T>,
     ids: &[u32],
     buffer: &'a mut Vec<T::Acc>,
 ) -> Vec<&'a [T::Acc]> {
     buffer.clear();
-    ids.iter().for_each(|&id| matrix.push_row(id as usize, buffer));
+    for &id in ids {
+        buffer.extend(matrix.values[id as usize..].iter().step_by(matrix.rows).map(|x| x.widen()));
+    }
     buffer.chunks_exact(matrix.width).collect()
+}
+
+/// Returns numbers in the accumulation dtype, in `buffer`.
+fn widened<'a, T: Element>(values: &[T], buffer: &'a mut Vec<T::Acc>) -> &'a [T::Acc] {
+    buffer.clear();
+    buffer.extend(values.iter().map(|x| x.widen()));
+    buffer
+}
+
+/// A matrix `[rows, width]` of which lists name rows, stored as such or as its transpose.
+struct ListedMatrix<'a, T> {
+    values: &'a [T],
+    rows: usize,
+    width: usize,
+    is_transposed: bool,
 }
 
 /// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`, which may be stored as
@@ -169,14 +186,13 @@ fn copied_rows<'a, T: Element>(
 fn with_operands<T: Element, R>(
     contexts: &Tensor,
     matrix: &Tensor,
-    f: impl FnOnce(Isa, &[T], DecoderMatrix<'_, T>) -> Result<R>,
+    f: impl FnOnce(Isa, &[T], ListedMatrix<'_, T>) -> Result<R>,
 ) -> Result<R> {
-    let (isa, (vocab, width)) = (Isa::detected()?, matrix.dims2()?);
+    let (isa, (rows, width)) = (Isa::detected()?, matrix.dims2()?);
     let is_transposed = !matrix.is_contiguous();
     let stored = if is_transposed { matrix.t()? } else { matrix.clone() };
-    with_slice("contexts", contexts, |contexts| {
-        with_slice("weight", &stored, |values| f(isa, contexts, DecoderMatrix { values, vocab, width, is_transposed }))
-    })
+    let (contexts, stored) = (locked("contexts", contexts)?, locked("weight", &stored)?);
+    f(isa, contexts.values()?, ListedMatrix { values: stored.values()?, rows, width, is_transposed })
 }
 
 /// Runs a kernel without results, whose float type the compiler infers.
@@ -202,10 +218,10 @@ impl<T: Element> Kernel<T::Acc> for ListDots<'_, T> {
         let (groups, others) = self.rows.as_chunks::<ROWS>();
         let (to, to_others) = self.to.as_chunks_mut::<ROWS>();
         for (&rows, to) in groups.iter().zip(to) {
-            *to = dots::<1, ROWS, false, T, V>(v, self.context, rows, &[])[0];
+            *to = dots::<1, ROWS, T, V>(v, self.context, rows, &[])[0];
         }
         for (&row, to) in others.iter().zip(to_others) {
-            *to = dots::<1, 1, false, T, V>(v, self.context, [row], &[])[0][0];
+            *to = dots::<1, 1, T, V>(v, self.context, [row], &[])[0][0];
         }
     }
 }

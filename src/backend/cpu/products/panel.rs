@@ -114,12 +114,18 @@ impl<F: Float> Kernel<F> for PanelProduct<'_, F> {
         if let Start::Rows(values) = self.start {
             assert!(self.rows <= values.len());
         }
-        match (V::REGISTERS >= 32, width / lanes) {
-            (true, 3) => product::<8, 3, F, V>(v, self),
-            (true, 2) => product::<8, 2, F, V>(v, self),
-            (true, _) => product::<8, 1, F, V>(v, self),
-            (false, 2) => product::<6, 2, F, V>(v, self),
-            (false, _) => product::<6, 1, F, V>(v, self),
+        // The condition is a constant, so that nothing is compiled for registers that the instruction set lacks.
+        if const { V::REGISTERS >= 32 } {
+            match width / lanes {
+                3 => product::<8, 3, F, V>(v, self),
+                2 => product::<8, 2, F, V>(v, self),
+                _ => product::<8, 1, F, V>(v, self),
+            }
+        } else {
+            match width / lanes {
+                2 => product::<6, 2, F, V>(v, self),
+                _ => product::<6, 1, F, V>(v, self),
+            }
         }
     }
 }

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use half::bf16;
-use rayon::prelude::*;
 
 use super::product::{SquareProduct, PAIRS, SIDE, SQUARE};
 use super::rounding::{self, Pair, RoundedRow};
@@ -12,6 +11,7 @@ use super::transpose;
 use super::unit::TileUnit;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::parallel;
 
 /// The squares of the result in a block, one below the other. A block stays in the second-level cache while its
 /// products are summed.
@@ -35,8 +35,8 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: TileMatrix<'_>, right: Tile
     let depth = left.columns.div_ceil(SIDE);
     let pairs = right.pairs(isa);
     let mut product = vec![bf16::ZERO; left.rows * right.columns];
-    let blocks = product.par_chunks_mut(DOWN * SIDE * right.columns).enumerate();
-    blocks.for_each_init(<(Aligned<bf16>, Aligned<f32>)>::default, |(packed, sums), (block, to)| {
+    let blocks = product.chunks_mut(DOWN * SIDE * right.columns).enumerate();
+    parallel::for_each_with(blocks, <(Aligned<bf16>, Aligned<f32>)>::default, |(packed, sums), (block, to)| {
         let rows = block * DOWN * SIDE..left.rows.min((block + 1) * DOWN * SIDE);
         let down = rows.len().div_ceil(SIDE);
         left.write_squares(isa, rows, packed);
@@ -80,8 +80,8 @@ impl TileMatrix<'_> {
     fn pairs(self, isa: Isa) -> Aligned<Pair> {
         let depth = self.rows.div_ceil(SIDE);
         let mut pairs = Aligned::zeros(self.columns.div_ceil(SIDE) * depth * PAIRS * SIDE);
-        let column_squares = pairs.par_chunks_exact_mut(depth * PAIRS * SIDE).enumerate();
-        column_squares.for_each_init(Aligned::default, |squares, (square, pairs)| {
+        let column_squares = pairs.chunks_exact_mut(depth * PAIRS * SIDE).enumerate();
+        parallel::for_each_with(column_squares, Aligned::default, |squares, (square, pairs)| {
             let columns = square * SIDE..self.columns.min((square + 1) * SIDE);
             if self.is_transposed {
                 let rows = TileMatrix { rows: self.columns, columns: self.rows, is_transposed: false, ..self };

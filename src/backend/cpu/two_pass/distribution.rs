@@ -2,12 +2,10 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::first_product::FirstProduct;
 use super::mix::{largest_term, least_term, mix_register};
 use super::passes::TwoPasses;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::vector::math::{defect_of, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
 use crate::backend::distribution::{Defect, Distribution, Visit, TILE};
@@ -26,23 +24,23 @@ struct PositionRows<'a, F> {
     isa: Isa,
 }
 
-impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
+impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
     /// Runs a query on the distribution of each of the chunk's positions.
     pub(crate) fn visit_rows<V: Visit>(&self, positions: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
         let first = positions.start;
         let visit_position =
             |position: usize| visit.visit(position, &self.position_distribution(position, position - first));
-        V::answers(positions.into_par_iter().map(visit_position))
+        V::answers(positions, visit_position)
     }
 
     /// Returns the distribution of a position, which is the i-th of the chunk: the rows of logits of its components, with
     /// the numbers that turn these into log-probabilities.
-    fn position_distribution(&self, position: usize, i: usize) -> PositionRows<'_, T::Acc> {
+    fn position_distribution(&self, position: usize, i: usize) -> PositionRows<'_, F> {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let rows = i * components..(i + 1) * components;
         let log_priors = &self.inputs.log_priors[position * components..][..components];
         let lse = &self.lse[rows.clone()];
-        let component = |(lse, &log_prior): (&LogSumExp<T::Acc>, &T::Acc)| (lse.largest, log_prior - lse.log_sum);
+        let component = |(lse, &log_prior): (&LogSumExp<F>, &F)| (lse.largest, log_prior - lse.log_sum);
         PositionRows {
             rows: &self.logits[rows.start * self.stride..rows.end * self.stride],
             stride: self.stride,

@@ -11,17 +11,16 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::gradients::VOCAB_TILE;
 use crate::backend::cpu::memory::{Aligned, Workspace, CACHE_LINE};
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::{with_values, Accumulator, Stored};
 use crate::backend::cpu::operands::matrix::{transpose, DecoderMatrix, DecoderView, ViewMut};
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, Registers};
 use crate::backend::cpu::products::rows_in_lanes::{ContextPanel, RowsInLanes, WidenRow};
 use crate::backend::cpu::vector::simd::{Float, Isa};
+use crate::backend::parallel;
 
 /// The most rows for which results other than decoding's have the bits of decoding.
 const LIKE_DECODING: usize = 64;
@@ -46,11 +45,11 @@ impl FormChoice {
 }
 
 /// The first product of a multiplier.
-pub(crate) trait FirstProduct<T: Element>: Copy + Send + Sync {
+pub(crate) trait FirstProduct<F: Accumulator>: Copy + Send + Sync {
     /// The contexts as an operand.
     type Contexts<'c>: Sync
     where
-        T: 'c;
+        F: 'c;
     /// The buffers of a thread.
     type Buffers: Default + Send;
 
@@ -61,16 +60,15 @@ pub(crate) trait FirstProduct<T: Element>: Copy + Send + Sync {
     fn workspace(self, d: usize, vocab: usize) -> Workspace;
 
     /// Makes the contexts an operand of the form that `form` chooses.
-    fn contexts<'c>(self, contexts: &'c [T::Acc], decoder: &DecoderView<'_, T>, form: FormChoice)
-        -> Self::Contexts<'c>;
+    fn contexts<'c>(self, contexts: &'c [F], decoder: &DecoderView<'_, F>, form: FormChoice) -> Self::Contexts<'c>;
 
     /// Writes the products of all rows and of these ids to the columns of a tile, from the first on.
     fn multiply(
         self,
         contexts: &Self::Contexts<'_>,
-        decoder: &DecoderView<'_, T>,
+        decoder: &DecoderView<'_, F>,
         ids: Range<usize>,
-        tile: &mut ViewMut<'_, T::Acc>,
+        tile: &mut ViewMut<'_, F>,
         buffers: &mut Self::Buffers,
     );
 }
@@ -84,25 +82,22 @@ pub(super) struct LogitRows<'a, F> {
 
 /// Computes the product tile by tile. Calls `summary` on each tile while it is in the cache, with its range of ids; the
 /// tile is padded to whole registers. Returns the summaries in order.
-pub(super) fn multiply_tiles<T: Element, X: FirstProduct<T>, O: Send>(
+pub(super) fn multiply_tiles<F: Accumulator, X: FirstProduct<F>, O: Send>(
     product: X,
-    contexts: &[T::Acc],
-    decoder: DecoderView<'_, T>,
+    contexts: &[F],
+    decoder: DecoderView<'_, F>,
     form: FormChoice,
-    to: LogitRows<'_, T::Acc>,
-    summary: impl Fn(Range<usize>, &mut ViewMut<'_, T::Acc>) -> O + Sync,
+    to: LogitRows<'_, F>,
+    summary: impl Fn(Range<usize>, &mut ViewMut<'_, F>) -> O + Sync,
 ) -> Vec<O> {
     let (vocab, rows, stride) = (decoder.weight.vocab, contexts.len() / decoder.width(), to.stride);
     let contexts = product.contexts(contexts, &decoder, form);
-    ViewMut::new(to.values, rows, stride, stride)
-        .tiles(rows.max(1), VOCAB_TILE)
-        .into_par_iter()
-        .map_init(X::Buffers::default, |buffers, (_, columns, mut tile)| {
-            let ids = columns.start..columns.end.min(vocab);
-            product.multiply(&contexts, &decoder, ids.clone(), &mut tile, buffers);
-            summary(ids, &mut tile)
-        })
-        .collect()
+    let tiles = ViewMut::new(to.values, rows, stride, stride).tiles(rows.max(1), VOCAB_TILE);
+    parallel::map_with(tiles, X::Buffers::default, |buffers, (_, columns, mut tile)| {
+        let ids = columns.start..columns.end.min(vocab);
+        product.multiply(&contexts, &decoder, ids.clone(), &mut tile, buffers);
+        summary(ids, &mut tile)
+    })
 }
 
 /// The contexts of a chunk as an operand, in one of two forms.
@@ -130,40 +125,35 @@ pub(crate) struct VectorBuffers<F> {
     products: Aligned<F>,
 }
 
-impl<T: Element> FirstProduct<T> for Vectors {
+impl<F: Accumulator> FirstProduct<F> for Vectors {
     type Contexts<'c>
-        = PackedContexts<'c, T::Acc>
+        = PackedContexts<'c, F>
     where
-        T: 'c;
-    type Buffers = VectorBuffers<T::Acc>;
+        F: 'c;
+    type Buffers = VectorBuffers<F>;
 
     fn isa(self) -> Isa {
-        self.0
+        self.isa
     }
 
     fn workspace(self, d: usize, vocab: usize) -> Workspace {
-        let Registers { width, lanes, .. } = Registers::for_isa::<T::Acc>(self.0);
-        let ids = ids_at_a_time::<T::Acc>(d).min(vocab);
-        let (widened, element) = (if T::IS_ACC { 0 } else { d }, size_of::<T::Acc>());
+        let Registers { width, lanes, .. } = Registers::for_isa::<F>(self.isa);
+        let ids = ids_at_a_time::<F>(d).min(vocab);
+        let (widened, element) = (if self.widens() { d } else { 0 }, size_of::<F>());
         let per_thread = (ids * (widened + width) + 3 * CACHE_LINE) * element;
         // The last panel is padded.
         Workspace { per_row: d * element, fixed: lanes * d * element, per_thread }
     }
 
-    fn contexts<'c>(
-        self,
-        contexts: &'c [T::Acc],
-        decoder: &DecoderView<'_, T>,
-        form: FormChoice,
-    ) -> PackedContexts<'c, T::Acc> {
-        let Registers { lanes, .. } = Registers::for_isa::<T::Acc>(self.0);
+    fn contexts<'c>(self, contexts: &'c [F], decoder: &DecoderView<'_, F>, form: FormChoice) -> PackedContexts<'c, F> {
+        let Registers { lanes, .. } = Registers::for_isa::<F>(self.isa);
         let d = decoder.width();
         let rows = contexts.len() / d;
         let rows = if rows <= LIKE_DECODING { form.components } else { form.choosing_rows(rows) };
         // Lanes without a row cost as much as others, and panels need widened numbers.
-        let most = if T::IS_ACC { (lanes / 2).max(1) } else { lanes };
+        let most = if self.widens() { lanes } else { (lanes / 2).max(1) };
         if decoder.weight.is_transposed || rows > most {
-            return PackedContexts::Panels(Panels::new(self.0, contexts, d));
+            return PackedContexts::Panels(Panels::new(self.isa, contexts, d));
         }
         let part_contexts = |columns: Range<usize>| {
             if columns.len() < d {
@@ -177,19 +167,19 @@ impl<T: Element> FirstProduct<T> for Vectors {
 
     fn multiply(
         self,
-        contexts: &PackedContexts<'_, T::Acc>,
-        decoder: &DecoderView<'_, T>,
+        contexts: &PackedContexts<'_, F>,
+        decoder: &DecoderView<'_, F>,
         ids: Range<usize>,
-        tile: &mut ViewMut<'_, T::Acc>,
-        buffers: &mut VectorBuffers<T::Acc>,
+        tile: &mut ViewMut<'_, F>,
+        buffers: &mut VectorBuffers<F>,
     ) {
         match contexts {
             PackedContexts::Rows(parts) => {
                 for (contexts, (columns, matrix)) in parts.iter().zip(decoder.matrices()) {
-                    let d = columns.len();
-                    let decoder = &matrix.values[ids.start * d..ids.end * d];
-                    let (is_added, to) = (columns.start > 0, &mut *tile);
-                    T::Acc::dispatch(self.0, DecoderDots { contexts, decoder, d, is_added, to });
+                    let (d, is_added, to) = (columns.len(), columns.start > 0, &mut *tile);
+                    with_values!(matrix.values.slice(ids.start * d..ids.end * d), decoder => {
+                        F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
+                    });
                 }
             }
             PackedContexts::Panels(panels) => self.multiply_panels(panels, decoder, ids, tile, buffers),
@@ -218,7 +208,7 @@ impl<F: Float> Panels<F> {
             pack.push((panel, to));
             rest = behind;
         }
-        pack.into_par_iter().for_each(|(panel, to)| {
+        parallel::for_each(pack, |(panel, to)| {
             transpose(&contexts[panel.first * d..], d, 0..panel.rows, 0..d, to, panel.width, |x| x);
         });
         Panels { d, panels, packed }
@@ -227,17 +217,17 @@ impl<F: Float> Panels<F> {
 
 impl Vectors {
     /// Writes the products of panels and these ids to the columns of a tile, from the first on.
-    fn multiply_panels<T: Element>(
+    fn multiply_panels<F: Accumulator>(
         self,
-        &Panels { d, ref panels, ref packed }: &Panels<T::Acc>,
-        decoder: &DecoderView<'_, T>,
+        &Panels { d, ref panels, ref packed }: &Panels<F>,
+        decoder: &DecoderView<'_, F>,
         ids: Range<usize>,
-        tile: &mut ViewMut<'_, T::Acc>,
-        VectorBuffers { widened, products }: &mut VectorBuffers<T::Acc>,
+        tile: &mut ViewMut<'_, F>,
+        VectorBuffers { widened, products }: &mut VectorBuffers<F>,
     ) {
         let widest = panels.iter().map(|panel| panel.width).max().unwrap_or(0);
-        for first in ids.clone().step_by(ids_at_a_time::<T::Acc>(d)) {
-            let block = first..ids.end.min(first + ids_at_a_time::<T::Acc>(d));
+        for first in ids.clone().step_by(ids_at_a_time::<F>(d)) {
+            let block = first..ids.end.min(first + ids_at_a_time::<F>(d));
             let parts = decoder.matrices().zip(&mut *widened);
             let read = |((_, matrix), buffer)| self.read_rows(matrix, block.clone(), buffer);
             let left: Vec<_> = parts.map(read).collect();
@@ -248,36 +238,41 @@ impl Vectors {
                 packed = rest;
                 let (decoder, first_id, to) = (&left[..], first - ids.start, &mut *tile);
                 let products = &mut *products;
-                RowsInLanes { panel, contexts, decoder, ids: block.len(), first_id, to, products }.multiply(self.0);
+                RowsInLanes { panel, contexts, decoder, ids: block.len(), first_id, to, products }.multiply(self.isa);
             }
         }
     }
 
     /// Makes these rows of a part of the decoder a left operand, from where they lie, or widened to `buffer`.
-    fn read_rows<'b, T: Element>(
+    fn read_rows<'b, F: Accumulator>(
         self,
-        matrix: DecoderMatrix<'b, T>,
+        matrix: DecoderMatrix<'b, F>,
         ids: Range<usize>,
-        buffer: &'b mut Aligned<T::Acc>,
-    ) -> Left<'b, T::Acc> {
+        buffer: &'b mut Aligned<F>,
+    ) -> Left<'b, F> {
         let DecoderMatrix { values, vocab, width, is_transposed } = matrix;
         let depth = width;
-        if let Some(values) = T::as_acc(values) {
+        if let Some(values) = values.wide() {
             return if is_transposed {
                 Left { values: &values[ids.start..], row: 1, step: vocab, depth }
             } else {
                 Left { values: &values[ids.start * width..ids.end * width], row: width, step: 1, depth }
             };
         }
-        let to = buffer.at_least(ids.len() * width);
+        let to = &mut buffer.at_least(ids.len() * width)[..ids.len() * width];
         if is_transposed {
-            for (to, values) in to.chunks_exact_mut(ids.len()).zip(values.chunks_exact(vocab)) {
-                T::Acc::dispatch(self.0, WidenRow { values: &values[ids.clone()], to });
+            for (column, to) in to.chunks_exact_mut(ids.len()).enumerate() {
+                self.widen(values.slice(column * vocab + ids.start..column * vocab + ids.end), to);
             }
             return Left { values: to, row: 1, step: ids.len(), depth };
         }
-        T::Acc::dispatch(self.0, WidenRow { values: &values[ids.start * width..ids.end * width], to: &mut *to });
+        self.widen(values.slice(ids.start * width..ids.end * width), to);
         Left { values: to, row: width, step: 1, depth }
+    }
+
+    /// Copies numbers in half precision, widened.
+    fn widen<F: Accumulator>(self, values: Stored<'_, F>, to: &mut [F]) {
+        with_values!(values, values => F::dispatch(self.isa, WidenRow { values, to }))
     }
 }
 
@@ -297,11 +292,12 @@ fn copy_columns<F: Copy>(contexts: &[F], d: usize, columns: Range<usize>) -> Vec
 
 #[cfg(test)]
 mod tests {
+    use candle_core::{Device, Tensor, WithDType};
     use half::{bf16, f16};
 
     use super::*;
-    use candle_core::WithDType;
 
+    use crate::backend::cpu::operands::dtype::{locked, Element};
     use crate::backend::operands::Real;
 
     const MARK: f64 = 77.0;
@@ -332,12 +328,16 @@ mod tests {
         // The ids lie within a larger vocabulary.
         let (vocab, first) = (ids + 5, 3);
         let (weight, adapter) = (values::<T>(vocab * widths[0], 2), values::<T>(vocab * widths[1], 3));
-        let matrix = |values, width, is_transposed| DecoderMatrix { values, vocab, width, is_transposed };
-        let adapter_matrix = matrix(&adapter[..], widths[1], false);
-        let decoder = DecoderView {
-            weight: matrix(&weight[..], widths[0], transposed),
-            adapter: (widths[1] > 0).then_some(adapter_matrix),
+        let tensor = |values: &[T]| Tensor::from_slice(values, values.len(), &Device::Cpu).expect("a vector");
+        let (weight_tensor, adapter_tensor) = (tensor(&weight), tensor(&adapter));
+        let stored = [&weight_tensor, &adapter_tensor].map(|tensor| locked("decoder", tensor).expect("contiguous"));
+        let matrix = |part: usize, is_transposed| DecoderMatrix {
+            values: stored[part].stored().expect("on the CPU"),
+            vocab,
+            width: widths[part],
+            is_transposed,
         };
+        let decoder = DecoderView { weight: matrix(0, transposed), adapter: (widths[1] > 0).then(|| matrix(1, false)) };
         let element = |id: usize, column: usize| match column.checked_sub(widths[0]) {
             Some(column) => to_f64(adapter[id * widths[1] + column]),
             None if transposed => to_f64(weight[column * vocab + id]),
@@ -346,8 +346,9 @@ mod tests {
         for isa in Isa::available() {
             let stride = ids + 3;
             let mut to = vec![T::Acc::from_f64(MARK); rows * stride];
-            let (product, form) = (Vectors(isa), FormChoice { components, are_independent: true });
-            let packed = FirstProduct::<T>::contexts(product, &contexts, &decoder, form);
+            let product = Vectors { isa, dtype: T::DTYPE };
+            let form = FormChoice { components, are_independent: true };
+            let packed = product.contexts(&contexts, &decoder, form);
             let mut tile = ViewMut::new(&mut to, rows, ids, stride);
             let buffers = &mut VectorBuffers::default();
             product.multiply(&packed, &decoder, first..first + ids, &mut tile, buffers);

@@ -4,12 +4,11 @@
 //! Each tile is computed on one thread, by the `gemm` crate, so that the results do not depend on the
 //! number of threads.
 
-use rayon::prelude::*;
-
 use crate::backend::cpu::objective::results::ColumnGradient;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::{DecoderMatrix, DecoderView, View, ViewMut};
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
+use crate::backend::parallel;
 
 /// The number of ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. The
 /// number is a multiple of 48, as the AVX-512 kernel computes 48 ids at a time.
@@ -52,12 +51,12 @@ pub(super) fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs
 }
 
 /// Computes the second product, `gradient[rows, d] = logit_gradient[rows, vocab] decoder[vocab, d]`.
-pub(super) fn context_gradient<T: Element>(
-    gradient: &mut [T::Acc],
+pub(super) fn context_gradient<F: Accumulator>(
+    gradient: &mut [F],
     d: usize,
-    logit_gradient: &[T::Acc],
+    logit_gradient: &[F],
     stride: usize,
-    decoder: DecoderView<'_, T>,
+    decoder: DecoderView<'_, F>,
 ) {
     let rows = gradient.len() / d;
     for (columns, matrix) in decoder.matrices() {
@@ -67,11 +66,11 @@ pub(super) fn context_gradient<T: Element>(
 }
 
 /// Computes the second product for a part of the decoder, the weight or the adapter.
-fn part_gradient<T: Element>(
-    gradient: ViewMut<'_, T::Acc>,
-    logit_gradient: &[T::Acc],
+fn part_gradient<F: Accumulator>(
+    gradient: ViewMut<'_, F>,
+    logit_gradient: &[F],
     stride: usize,
-    decoder: DecoderMatrix<'_, T>,
+    decoder: DecoderMatrix<'_, F>,
 ) {
     let DecoderMatrix { vocab, width: d, .. } = decoder;
     let rows = gradient.rows;
@@ -82,22 +81,20 @@ fn part_gradient<T: Element>(
     let least_parts = rayon::current_num_threads().div_ceil(context_parts);
     let row_parts = if decoder.is_read_in_place() { rows.div_ceil(ROW_TILE).max(least_parts) } else { least_parts };
     let row_tile = rows.div_ceil(row_parts).max(LEAST_PART);
-    gradient.tiles(row_tile, context_tile).into_par_iter().for_each_init(
-        Vec::new,
-        |buffer, (tile_rows, columns, mut tile)| {
-            for first in (0..vocab).step_by(VOCAB_TILE) {
-                let ids = first..vocab.min(first + VOCAB_TILE);
-                let (block, block_stride) = decoder.rows(ids.clone(), columns.clone(), buffer);
-                let from = &logit_gradient[tile_rows.start * stride + first..];
-                multiply(
-                    &mut tile,
-                    first > 0,
-                    View::new(from, tile_rows.len(), ids.len(), stride),
-                    View::new(block, ids.len(), columns.len(), block_stride),
-                );
-            }
-        },
-    );
+    let tiles = gradient.tiles(row_tile, context_tile);
+    parallel::for_each_with(tiles, Vec::new, |buffer, (tile_rows, columns, mut tile)| {
+        for first in (0..vocab).step_by(VOCAB_TILE) {
+            let ids = first..vocab.min(first + VOCAB_TILE);
+            let (block, block_stride) = decoder.rows(ids.clone(), columns.clone(), buffer);
+            let from = &logit_gradient[tile_rows.start * stride + first..];
+            multiply(
+                &mut tile,
+                first > 0,
+                View::new(from, tile_rows.len(), ids.len(), stride),
+                View::new(block, ids.len(), columns.len(), block_stride),
+            );
+        }
+    });
 }
 
 /// Computes the third product, `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`. It adds to the
@@ -114,7 +111,7 @@ pub(super) fn decoder_gradient<F: Float>(
     let contexts = View::new(contexts, rows, d, d).columns(columns.clone());
     let vocab = values.len() / width;
     let all = ViewMut::new(values, vocab, width, width);
-    all.tiles(VOCAB_TILE, width).into_par_iter().for_each(|(ids, _, mut tile)| {
+    parallel::for_each(all.tiles(VOCAB_TILE, width), |(ids, _, mut tile)| {
         let logits = View::new(&logit_gradient[ids.start..], rows, ids.len(), stride);
         multiply(&mut tile, *is_started, logits.transposed(), contexts);
     });

@@ -3,19 +3,17 @@
 
 use std::ops::Range;
 
-use candle_core::WithDType;
-use rayon::prelude::*;
-
 use super::first_product::FirstProduct;
 use super::mix::{PositionLogits, Scratch, Tempered};
 use super::passes::TwoPasses;
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::objective::targets::Candidates;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::{Accumulator, Element};
 use crate::backend::cpu::vector::math::not_negative;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::Sizes;
+use crate::backend::parallel;
 
 /// The kernel that writes the log-probabilities of one position to `scratch.log_probs`.
 struct LogProbRow<'a, F> {
@@ -83,27 +81,26 @@ impl<F: Float> Kernel<F> for ScoreRow<'_, F> {
     }
 }
 
-impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
+impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
     /// Writes the log-probabilities of the chunk's positions, `[positions, vocab]`, to `to`.
-    pub(crate) fn log_prob_rows<O: Element<Acc = T::Acc>>(&mut self, positions: Range<usize>, to: &mut [O]) {
+    pub(crate) fn log_prob_rows<O: Element<Acc = F>>(&mut self, positions: Range<usize>, to: &mut [O]) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
         let log_priors = &self.inputs.log_priors[positions.start * components..];
-        self.logits
-            .par_chunks_exact_mut(components * stride)
-            .zip(log_priors.par_chunks_exact(components))
-            .zip(self.lse.par_chunks_exact(components))
-            .zip(to.par_chunks_exact_mut(vocab))
-            .for_each_init(
-                || Scratch::new(components, stride, true, false),
-                |scratch, (((rows, log_priors), lse), to)| {
-                    let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
-                    T::Acc::dispatch(isa, LogProbRow { logits, scratch });
-                    for (to, &from) in to.iter_mut().zip(&scratch.log_probs) {
-                        *to = O::narrow(from);
-                    }
-                },
-            );
+        let rows = self
+            .logits
+            .chunks_exact_mut(components * stride)
+            .zip(log_priors.chunks_exact(components))
+            .zip(self.lse.chunks_exact(components))
+            .zip(to.chunks_exact_mut(vocab));
+        let scratch = || Scratch::new(components, stride, true, false);
+        parallel::for_each_with(rows, scratch, |scratch, (((rows, log_priors), lse), to)| {
+            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
+            F::dispatch(isa, LogProbRow { logits, scratch });
+            for (to, &from) in to.iter_mut().zip(&scratch.log_probs) {
+                *to = O::narrow(from);
+            }
+        });
     }
 
     /// Computes the scores of the chunk's positions, `[positions, n + 2]`, and whether each candidate is the most probable
@@ -113,32 +110,30 @@ impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
         positions: Range<usize>,
         candidates: &Candidates,
         scored: &Scored,
-    ) -> (Vec<T::Acc>, Vec<u8>) {
+    ) -> (Vec<F>, Vec<u8>) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
         let (n, &Scored { needs_entropy, needs_outside, needs_argmax, .. }) = (candidates.n, scored);
-        let power = T::Acc::from_f64(1.0 / scored.temperature);
+        let power = F::from_f64(1.0 / scored.temperature);
         let needs_log_probs = scored.is_tempered() || needs_outside;
         let mut scores = zeros(positions.len() * (n + POSITION_SCORES));
         let mut argmax = vec![None; positions.len()];
         let log_priors = &self.inputs.log_priors[positions.start * components..];
-        self.logits
-            .par_chunks_exact_mut(components * stride)
-            .zip(log_priors.par_chunks_exact(components))
-            .zip(self.lse.par_chunks_exact(components))
+        let rows = self
+            .logits
+            .chunks_exact_mut(components * stride)
+            .zip(log_priors.chunks_exact(components))
+            .zip(self.lse.chunks_exact(components))
             .zip(&mut argmax)
-            .zip(scores.par_chunks_exact_mut(n + POSITION_SCORES))
-            .enumerate()
-            .for_each_init(
-                || Scratch::new(components, stride, needs_log_probs, false),
-                |scratch, (i, ((((rows, log_priors), lse), argmax), to))| {
-                    let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
-                    let ids = candidates.given(positions.start + i);
-                    let argmax = needs_argmax.then_some(argmax);
-                    let kernel = ScoreRow { logits, ids, power, needs_entropy, needs_outside, argmax, scratch, to };
-                    T::Acc::dispatch(isa, kernel);
-                },
-            );
+            .zip(scores.chunks_exact_mut(n + POSITION_SCORES))
+            .enumerate();
+        let scratch = || Scratch::new(components, stride, needs_log_probs, false);
+        parallel::for_each_with(rows, scratch, |scratch, (i, ((((rows, log_priors), lse), argmax), to))| {
+            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
+            let ids = candidates.given(positions.start + i);
+            let argmax = needs_argmax.then_some(argmax);
+            F::dispatch(isa, ScoreRow { logits, ids, power, needs_entropy, needs_outside, argmax, scratch, to });
+        });
         let mark_argmax = |(t, argmax): (usize, Option<usize>)| {
             candidates.given(t).iter().map(move |&id| u8::from(argmax == Some(id)))
         };

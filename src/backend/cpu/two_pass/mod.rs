@@ -25,15 +25,14 @@ mod tiles;
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::memory::Workspace;
-use super::operands::dtype::Element;
+use super::operands::dtype::Accumulator;
 use super::operands::matrix::Inputs;
 use super::vector::math::LogSumExp;
-use super::vector::simd::{Float, ROW_ALIGN};
+use super::vector::simd::ROW_ALIGN;
 use crate::backend::objective::Task;
 use crate::backend::operands::Sizes;
+use crate::backend::parallel;
 use crate::backend::plan::Steps;
 use crate::backend::shard::ELSEWHERE;
 use crate::backend::shared_rows::{join, SharedRow};
@@ -46,7 +45,7 @@ pub(crate) use passes::TwoPasses;
 use tile_log_sum_exp::TileLogSumExp;
 
 /// Computes the workspace that a task needs.
-pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes, task: &Task) -> Workspace {
+pub(super) fn workspace<F: Accumulator>(product: impl FirstProduct<F>, sizes: Sizes, task: &Task) -> Workspace {
     let Sizes { context_dim, vocab, .. } = sizes;
     let stride = vocab.next_multiple_of(ROW_ALIGN);
     let tile = gradients::VOCAB_TILE.min(stride);
@@ -60,7 +59,7 @@ pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes,
     let bias_parts = if task.needs_grad().bias { BIAS_PARTS } else { 0 };
     let scratch_rows = usize::from(task.needs_all_ids()) + 2 * usize::from(task.has_soft_targets());
     let product = product.workspace(context_dim, vocab);
-    let element = size_of::<T::Acc>();
+    let element = size_of::<F>();
     Workspace {
         per_row: per_row * element + product.per_row,
         // The bias and the soft targets.
@@ -70,7 +69,7 @@ pub(super) fn workspace<T: Element>(product: impl FirstProduct<T>, sizes: Sizes,
     }
 }
 
-impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
+impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
     /// Replaces the chunk's log-sum-exps, and the logits of its targets, by those of the whole vocabulary, if ranks share
     /// it.
     fn join_ranks(&mut self, positions: Range<usize>) -> Result<()> {
@@ -92,13 +91,13 @@ impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
     }
 }
 
-impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
+impl<F: Accumulator, X: FirstProduct<F>> Steps for TwoPasses<'_, F, X> {
     fn first_product(&mut self, chunk: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let Inputs { logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
         let (isa, scale, softcap) = (self.product.isa(), *scale, *softcap);
         let rows = self.rows(chunk.clone());
-        let contexts = T::widen_slice(&self.inputs.contexts[rows.start * d..rows.end * d], &mut self.chunk_contexts);
+        let contexts = self.inputs.contexts.slice(rows.start * d..rows.end * d).widened(&mut self.chunk_contexts);
         let form = FormChoice { components, are_independent: self.are_independent };
         let to = LogitRows { values: &mut self.logits[..rows.len() * self.stride], stride: self.stride };
         // Each tile has the log-sum-exp of every row.
@@ -107,12 +106,12 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
             for r in 0..tile.rows {
                 let row = tile.row_mut(r);
                 let bias = &bias[ids.start..][..row.len()];
-                lse.push(T::Acc::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap }));
+                lse.push(F::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap }));
             }
             lse
         });
         let joined = |r: usize| LogSumExp::joined(tiles.iter().map(|tile| tile[r]));
-        self.lse = (0..rows.len()).into_par_iter().map(joined).collect();
+        self.lse = parallel::map(0..rows.len(), joined);
         self.join_ranks(chunk)
     }
 
@@ -153,7 +152,7 @@ impl<T: Element, X: FirstProduct<T>> Steps for TwoPasses<'_, T, X> {
     fn decoder_gradient(&mut self, positions: Range<usize>) -> Result<()> {
         let (rows, d) = (self.rows(positions), self.inputs.sizes.context_dim);
         let live = self.live_rows.len();
-        let stored = T::as_acc(&self.inputs.contexts[rows.start * d..rows.end * d]);
+        let stored = self.inputs.contexts.slice(rows.start * d..rows.end * d).wide();
         let contexts = match (&self.live_rows, stored) {
             (LiveRows::All(_), Some(stored)) => stored,
             _ => &self.chunk_contexts[..live * d],

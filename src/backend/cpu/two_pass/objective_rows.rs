@@ -3,8 +3,6 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::first_product::FirstProduct;
 use super::mix::{PositionLogits, Scratch};
 use super::passes::{LiveRows, TwoPasses};
@@ -15,11 +13,11 @@ use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::objective::components::PositionLoss;
 use crate::backend::cpu::objective::ranks::Ranks;
 use crate::backend::cpu::objective::targets::Targets;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::math::LogSumExp;
-use crate::backend::cpu::vector::simd::Float;
 use crate::backend::operands::Sizes;
+use crate::backend::parallel;
 use crate::error::Result;
 
 /// The most parts into which a chunk's positions are split if the bias needs a gradient. Each part accumulates its own
@@ -27,16 +25,16 @@ use crate::error::Result;
 pub(super) const BIAS_PARTS: usize = 16;
 
 /// The operands that the row kernels of a chunk's positions share.
-struct ChunkOperands<'c, T: Element> {
-    inputs: &'c Inputs<'c, T>,
-    targets: &'c Targets<T::Acc>,
+struct ChunkOperands<'c, F: Accumulator> {
+    inputs: &'c Inputs<'c, F>,
+    targets: &'c Targets<F>,
     stride: usize,
     /// The chunk's first position.
     first: usize,
     /// `[rows of the chunk]`.
-    lse: &'c [LogSumExp<T::Acc>],
+    lse: &'c [LogSumExp<F>],
     /// The terms of all the chunk's positions, if ranks share the vocabulary.
-    rank_terms: Option<RankTerms<'c, T::Acc>>,
+    rank_terms: Option<RankTerms<'c, F>>,
     needs_gradients: bool,
 }
 
@@ -53,10 +51,10 @@ struct PositionResults<'r, F> {
     live: &'r mut [bool],
 }
 
-impl<T: Element> ChunkOperands<'_, T> {
+impl<F: Accumulator> ChunkOperands<'_, F> {
     /// Computes the loss of the chunk's i-th position and, if they are needed, the gradients of its logits (over the
     /// logits) and log-priors. An ignored position is left as it is.
-    fn position_loss(&self, i: usize, to: PositionResults<'_, T::Acc>, scratch: &mut Scratch<T::Acc>) {
+    fn position_loss(&self, i: usize, to: PositionResults<'_, F>, scratch: &mut Scratch<F>) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let position = self.first + i;
         let Some(target) = self.targets.position(position) else { return };
@@ -80,14 +78,14 @@ impl<T: Element> ChunkOperands<'_, T> {
             }),
             scratch,
         };
-        *to.loss = T::Acc::dispatch(self.inputs.isa, kernel);
+        *to.loss = F::dispatch(self.inputs.isa, kernel);
     }
 }
 
-impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
+impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
     /// Computes the results of the chunk's positions, and writes the gradients of their logits over these. The targets are
     /// those of the passes, or those that follow from the chunk's results.
-    pub(crate) fn objective_rows(&mut self, targets: &Targets<T::Acc>, positions: Range<usize>) -> Result<()> {
+    pub(crate) fn objective_rows(&mut self, targets: &Targets<F>, positions: Range<usize>) -> Result<()> {
         let sums = self.sum_over_ranks(targets, positions.clone())?;
         let rows = self.rows(positions.clone());
         let (components, stride) = (self.inputs.sizes.components, self.stride);
@@ -108,33 +106,31 @@ impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
         let part = positions.len().div_ceil(parts.min(positions.len())).max(1);
         let parts = positions.len().div_ceil(part);
         let mut bias_parts = zeros(if needs_bias { parts * stride } else { 0 });
-        let mut bias_slots: Vec<Option<&mut [T::Acc]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
+        let mut bias_slots: Vec<Option<&mut [F]>> = bias_parts.chunks_exact_mut(stride).map(Some).collect();
         bias_slots.resize_with(parts, || None);
         let mut live = vec![false; rows.len()];
         let mut unused = zeros(if gradients.are_needed { 0 } else { rows.len() });
         let log_priors = if gradients.are_needed { &mut gradients.log_priors[rows.clone()] } else { &mut unused[..] };
 
-        self.logits[..rows.len() * stride]
-            .par_chunks_mut(part * components * stride)
-            .zip(self.losses[positions.clone()].par_chunks_mut(part))
-            .zip(live.par_chunks_mut(part * components))
-            .zip(log_priors.par_chunks_mut(part * components))
+        let parts = self.logits[..rows.len() * stride]
+            .chunks_mut(part * components * stride)
+            .zip(self.losses[positions.clone()].chunks_mut(part))
+            .zip(live.chunks_mut(part * components))
+            .zip(log_priors.chunks_mut(part * components))
             .zip(bias_slots)
-            .enumerate()
-            .for_each_init(
-                || Scratch::new(components, stride, targets.are_soft(), targets.are_soft()),
-                |scratch, (i, ((((logits, losses), live), log_priors), mut bias))| {
-                    let results = logits
-                        .chunks_exact_mut(components * stride)
-                        .zip(losses)
-                        .zip(live.chunks_exact_mut(components))
-                        .zip(log_priors.chunks_exact_mut(components));
-                    for (j, (((logits, loss), live), log_priors)) in results.enumerate() {
-                        let to = PositionResults { logits, loss, log_priors, bias: bias.as_deref_mut(), live };
-                        operands.position_loss(i * part + j, to, scratch);
-                    }
-                },
-            );
+            .enumerate();
+        let scratch = || Scratch::new(components, stride, targets.are_soft(), targets.are_soft());
+        parallel::for_each_with(parts, scratch, |scratch, (i, ((((logits, losses), live), log_priors), mut bias))| {
+            let results = logits
+                .chunks_exact_mut(components * stride)
+                .zip(losses)
+                .zip(live.chunks_exact_mut(components))
+                .zip(log_priors.chunks_exact_mut(components));
+            for (j, (((logits, loss), live), log_priors)) in results.enumerate() {
+                let to = PositionResults { logits, loss, log_priors, bias: bias.as_deref_mut(), live };
+                operands.position_loss(i * part + j, to, scratch);
+            }
+        });
 
         if let Some(bias) = &mut gradients.decoder.bias {
             for part in bias_parts.chunks_exact(stride) {
@@ -151,8 +147,8 @@ impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
 
     /// Adds up over the ranks what all ids of each position contribute, `[positions, K + 2]`, if ranks share the vocabulary
     /// and the objective needs it; otherwise the result is empty.
-    fn sum_over_ranks(&mut self, targets: &Targets<T::Acc>, positions: Range<usize>) -> Result<Vec<f64>> {
-        let is_needed = |_: &&Ranks<T::Acc>| targets.are_soft() || targets.needs_correct();
+    fn sum_over_ranks(&mut self, targets: &Targets<F>, positions: Range<usize>) -> Result<Vec<f64>> {
+        let is_needed = |_: &&Ranks<F>| targets.are_soft() || targets.needs_correct();
         let Some(ranks) = self.ranks.as_ref().filter(is_needed) else { return Ok(vec![]) };
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
@@ -161,21 +157,20 @@ impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
         let mut sums = vec![0.0; positions.len() * numbers];
         let rows = self
             .logits
-            .par_chunks_exact_mut(components * stride)
-            .zip(self.lse.par_chunks_exact(components))
-            .zip(log_priors.par_chunks_exact(components))
-            .zip(self.target_logits.par_chunks_exact(components))
-            .zip(sums.par_chunks_exact_mut(numbers));
-        rows.enumerate().for_each_init(
-            || Scratch::new(components, stride, targets.are_soft(), targets.are_soft()),
-            |scratch, (i, ((((rows, lse), log_priors), target_logits), to))| {
-                let position = positions.start + i;
-                let (Some(target), Some(id)) = (targets.position(position), targets.id(position)) else { return };
-                let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
-                let are_lower = ranks.shard.range().end <= id;
-                T::Acc::dispatch(isa, RankSums { logits, target, target_logits, are_lower, scratch, to });
-            },
-        );
+            .chunks_exact_mut(components * stride)
+            .zip(self.lse.chunks_exact(components))
+            .zip(log_priors.chunks_exact(components))
+            .zip(self.target_logits.chunks_exact(components))
+            .zip(sums.chunks_exact_mut(numbers))
+            .enumerate();
+        let scratch = || Scratch::new(components, stride, targets.are_soft(), targets.are_soft());
+        parallel::for_each_with(rows, scratch, |scratch, (i, ((((rows, lse), log_priors), target_logits), to))| {
+            let position = positions.start + i;
+            let (Some(target), Some(id)) = (targets.position(position), targets.id(position)) else { return };
+            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
+            let are_lower = ranks.shard.range().end <= id;
+            F::dispatch(isa, RankSums { logits, target, target_logits, are_lower, scratch, to });
+        });
         ranks.shard.collectives().all_reduce_sum(Numbers::F64(&mut sums))?;
         Ok(sums)
     }
@@ -198,8 +193,8 @@ impl<T: Element, X: FirstProduct<T>> TwoPasses<'_, T, X> {
             if to != from {
                 self.logits.copy_within(from * stride..(from + 1) * stride, to * stride);
             }
-            let context = &self.inputs.contexts[(rows.start + from) * d..][..d];
-            self.chunk_contexts.extend(context.iter().map(|x| x.widen()));
+            let row = rows.start + from;
+            self.inputs.contexts.slice(row * d..(row + 1) * d).append_to(&mut self.chunk_contexts);
         }
         self.live_rows = LiveRows::Some(order);
     }

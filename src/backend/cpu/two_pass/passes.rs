@@ -8,43 +8,43 @@ use crate::backend::cpu::objective::components::PositionLoss;
 use crate::backend::cpu::objective::ranks::Ranks;
 use crate::backend::cpu::objective::results::BufferedGradients;
 use crate::backend::cpu::objective::targets::Targets;
-use crate::backend::cpu::operands::dtype::Element;
+use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::math::LogSumExp;
 use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
 
 /// The two passes over the logits of each chunk.
-pub(crate) struct TwoPasses<'a, T: Element, X> {
+pub(crate) struct TwoPasses<'a, F: Accumulator, X> {
     pub(super) product: X,
-    pub(super) inputs: Inputs<'a, T>,
+    pub(super) inputs: Inputs<'a, F>,
     /// The distance between rows of the logits, in elements.
     pub(super) stride: usize,
     /// Whether the results of a position have the same bits whatever the other positions are.
     pub(super) are_independent: bool,
 
     /// `[rows of a chunk, stride]`: the logits, then their gradient.
-    pub(super) logits: Vec<T::Acc>,
+    pub(super) logits: Vec<F>,
     /// `[rows of a chunk]`.
-    pub(super) lse: Vec<LogSumExp<T::Acc>>,
+    pub(super) lse: Vec<LogSumExp<F>>,
     /// `[rows of a chunk, d]`: the contexts in the accumulation dtype, or the live rows' contexts; unused if the products
     /// read the stored contexts.
-    pub(super) chunk_contexts: Vec<T::Acc>,
+    pub(super) chunk_contexts: Vec<F>,
     /// `[rows of a chunk, d]`: the gradient of the live rows' contexts, unless all rows are live.
-    pub(super) chunk_gradient: Vec<T::Acc>,
+    pub(super) chunk_gradient: Vec<F>,
     /// The chunk's rows whose logits have a nonzero gradient. They come first in `logits` and in `chunk_contexts`.
     pub(super) live_rows: LiveRows,
 
     /// The ranks that share the vocabulary, if it is cut.
-    pub(crate) ranks: Option<Ranks<'a, T::Acc>>,
+    pub(crate) ranks: Option<Ranks<'a, F>>,
     /// `[rows of a chunk]`: the logits of the targets, if ranks share the vocabulary.
-    pub(super) target_logits: Vec<T::Acc>,
+    pub(super) target_logits: Vec<F>,
 
     /// The targets that are known before the first chunk, if there are any.
-    pub(super) targets: Option<&'a Targets<T::Acc>>,
+    pub(super) targets: Option<&'a Targets<F>>,
     /// `[positions]`.
     pub(crate) losses: Vec<PositionLoss>,
-    pub(crate) gradients: BufferedGradients<T>,
+    pub(crate) gradients: BufferedGradients<F>,
 }
 
 /// The rows of a chunk that take part in the second and third product: those whose logits have a gradient. The rows of an
@@ -66,15 +66,15 @@ impl LiveRows {
     }
 }
 
-impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
+impl<'a, F: Accumulator, X: FirstProduct<F>> TwoPasses<'a, F, X> {
     /// Makes passes that read each position's distribution, for log-probabilities or scores. They have no gradients.
-    pub(crate) fn for_distributions(product: X, inputs: Inputs<'a, T>, plan: &Plan) -> Self {
+    pub(crate) fn for_distributions(product: X, inputs: Inputs<'a, F>, plan: &Plan) -> Self {
         Self::for_chunk_targets(product, inputs, BufferedGradients::none(), plan)
     }
 
     /// Makes passes that read each position's distribution for a query, or a shard's part of it. The results of a position
     /// have the same bits whatever the other positions are, so that a sampler draws the same ids in every batch.
-    pub(crate) fn for_decoding(product: X, inputs: Inputs<'a, T>, shard: Option<&'a VocabShard>, plan: &Plan) -> Self {
+    pub(crate) fn for_decoding(product: X, inputs: Inputs<'a, F>, shard: Option<&'a VocabShard>, plan: &Plan) -> Self {
         let passes = Self::for_distributions(product, inputs, plan);
         TwoPasses { are_independent: true, ranks: shard.map(Ranks::new), ..passes }
     }
@@ -83,10 +83,10 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
     /// loss of the whole vocabulary.
     pub(crate) fn for_targets(
         product: X,
-        inputs: Inputs<'a, T>,
-        targets: &'a Targets<T::Acc>,
+        inputs: Inputs<'a, F>,
+        targets: &'a Targets<F>,
         shard: Option<&'a VocabShard>,
-        gradients: BufferedGradients<T>,
+        gradients: BufferedGradients<F>,
         plan: &Plan,
     ) -> Self {
         let passes = Self::for_chunk_targets(product, inputs, gradients, plan);
@@ -97,8 +97,8 @@ impl<'a, T: Element, X: FirstProduct<T>> TwoPasses<'a, T, X> {
     /// [`TwoPasses::objective_rows`].
     pub(crate) fn for_chunk_targets(
         product: X,
-        inputs: Inputs<'a, T>,
-        gradients: BufferedGradients<T>,
+        inputs: Inputs<'a, F>,
+        gradients: BufferedGradients<F>,
         plan: &Plan,
     ) -> Self {
         let (positions, stride) = (inputs.sizes.positions, inputs.bias.len());

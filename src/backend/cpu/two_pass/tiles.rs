@@ -4,19 +4,18 @@ use std::ops::Range;
 
 use candle_core::DType;
 use half::bf16;
-use rayon::prelude::*;
 
 use super::first_product::{FirstProduct, FormChoice, PackedContexts};
 use crate::backend::cpu::memory::{Aligned, Workspace};
-use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::{DecoderView, ViewMut};
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
-use crate::backend::cpu::products::multiplier::{Tiles, Vectors};
+use crate::backend::cpu::products::multiplier::Tiles;
 use crate::backend::cpu::tiles::product::{SquareProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
 use crate::backend::cpu::tiles::squares::{store_lines, Grid};
 use crate::backend::cpu::tiles::transpose;
 use crate::backend::cpu::vector::simd::{Float, Isa};
+use crate::backend::parallel;
 
 /// The most rows of operands in bf16 for which vectors, which round nothing, are faster.
 const FEW_BF16_ROWS: usize = 8;
@@ -45,11 +44,8 @@ pub(crate) struct Buffers {
     sums: Aligned<f32>,
 }
 
-impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
-    type Contexts<'c>
-        = TileContexts<'c>
-    where
-        T: 'c;
+impl FirstProduct<f32> for Tiles {
+    type Contexts<'c> = TileContexts<'c>;
     type Buffers = Buffers;
 
     fn isa(self) -> Isa {
@@ -67,16 +63,17 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
         }
     }
 
-    fn contexts<'c>(self, contexts: &'c [f32], decoder: &DecoderView<'_, T>, form: FormChoice) -> TileContexts<'c> {
+    fn contexts<'c>(self, contexts: &'c [f32], decoder: &DecoderView<'_, f32>, form: FormChoice) -> TileContexts<'c> {
         let d = decoder.width();
-        let most = if T::DTYPE == DType::BF16 { FEW_BF16_ROWS } else { FEW_WIDE_ROWS };
+        let most = if self.dtype == DType::BF16 { FEW_BF16_ROWS } else { FEW_WIDE_ROWS };
         if form.choosing_rows(contexts.len() / d) <= most && !decoder.weight.is_transposed {
-            return TileContexts::Few(Vectors(self.isa).contexts(contexts, decoder, form));
+            return TileContexts::Few(self.vectors().contexts(contexts, decoder, form));
         }
         let across = d.div_ceil(SIDE);
         let mut squares = Aligned::zeros(contexts.len().div_ceil(SIDE * d) * across * SQUARE);
-        let rows = squares.par_chunks_exact_mut(across * SQUARE).zip(contexts.par_chunks(SIDE * d));
-        rows.for_each_init(
+        let rows = squares.chunks_exact_mut(across * SQUARE).zip(contexts.chunks(SIDE * d));
+        parallel::for_each_with(
+            rows,
             || vec![bf16::ZERO; SIDE * d],
             |rounded, (squares, values)| {
                 let rounded = &mut rounded[..values.len()];
@@ -90,14 +87,14 @@ impl<T: Element<Acc = f32>> FirstProduct<T> for Tiles {
     fn multiply(
         self,
         contexts: &TileContexts<'_>,
-        decoder: &DecoderView<'_, T>,
+        decoder: &DecoderView<'_, f32>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, f32>,
         Buffers { decoder: squares, pairs, sums }: &mut Buffers,
     ) {
         let contexts = match contexts {
             TileContexts::Few(contexts) => {
-                return Vectors(self.isa).multiply(contexts, decoder, ids, tile, &mut Default::default());
+                return self.vectors().multiply(contexts, decoder, ids, tile, &mut Default::default());
             }
             TileContexts::Squares(contexts) => contexts,
         };

@@ -1,0 +1,104 @@
+//! Parallel loops over items, on the threads of rayon.
+//!
+//! rayon compiles its scheduler, some thirty functions, anew for each loop and each type in it. These loops pass it a
+//! pointer to what they do, and so it is compiled once. Items are as large as a position or a tile: the pointer costs
+//! nothing beside them. Loops over smaller items are rayon's own.
+
+use std::sync::Mutex;
+
+use rayon::prelude::*;
+
+/// What a thread does with an item, whose number it is given, in buffers of its own.
+type Worker<'a> = Box<dyn FnMut(usize) + 'a>;
+
+/// Calls a worker with each number below `n`. There is a worker for each part of these numbers that rayon splits off.
+fn run<'a>(n: usize, worker: &(dyn Fn() -> Worker<'a> + Sync)) {
+    (0..n).into_par_iter().for_each_init(worker, |worker, i| worker(i));
+}
+
+/// Calls `f` with each item.
+pub(crate) fn for_each<T: Send>(items: impl IntoIterator<Item = T>, f: impl Fn(T) + Sync) {
+    for_each_with(items, || (), |(), item| f(item));
+}
+
+/// Calls `f` with each item, and with buffers that the items of a thread share.
+pub(crate) fn for_each_with<T: Send, B>(
+    items: impl IntoIterator<Item = T>,
+    buffers: impl Fn() -> B + Sync,
+    f: impl Fn(&mut B, T) + Sync,
+) {
+    // Here and below a loop takes the place of `collect`, of which each instance is a dozen functions.
+    let mut slots = Vec::new();
+    for item in items {
+        slots.push(Mutex::new(Some(item)));
+    }
+    run(slots.len(), &|| {
+        let (slots, f, mut buffers) = (&slots, &f, buffers());
+        Box::new(move |i| {
+            // Each number comes once. A mutex that is locked for this alone is never poisoned.
+            let Ok(mut slot) = slots[i].lock() else { return };
+            if let Some(item) = slot.take() {
+                drop(slot);
+                f(&mut buffers, item);
+            }
+        })
+    });
+}
+
+/// Returns what `f` returns for each item, in order.
+pub(crate) fn map<T: Send, R: Send>(items: impl IntoIterator<Item = T>, f: impl Fn(T) -> R + Sync) -> Vec<R> {
+    map_with(items, || (), |(), item| f(item))
+}
+
+/// As [`map`], with buffers that the items of a thread share.
+pub(crate) fn map_with<T: Send, B, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    buffers: impl Fn() -> B + Sync,
+    f: impl Fn(&mut B, T) -> R + Sync,
+) -> Vec<R> {
+    let mut slots = Vec::new();
+    for item in items {
+        slots.push((Some(item), None));
+    }
+    for_each_with(&mut slots, buffers, |buffers, (item, result)| {
+        if let Some(item) = item.take() {
+            *result = Some(f(buffers, item));
+        }
+    });
+    let mut results = Vec::with_capacity(slots.len());
+    for (_, result) in slots {
+        if let Some(result) = result {
+            results.push(result);
+        }
+    }
+    results
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_is_mapped_once_and_in_order() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().expect("four threads");
+        for n in [0, 1, 7, 1000] {
+            let mut items: Vec<usize> = (0..n).collect();
+            pool.install(|| for_each(&mut items, |item| *item += 1));
+            assert!(items.iter().copied().eq(1..n + 1));
+            let count = |calls: &mut usize, item: usize| {
+                *calls += 1;
+                (item, *calls)
+            };
+            let mapped = pool.install(|| map_with(items, || 0, count));
+            assert!(mapped.iter().map(|(item, _)| *item).eq(1..n + 1));
+            // The buffers of a part are those of its earlier items.
+            assert!(mapped.iter().all(|(_, calls)| (1..=n).contains(calls)));
+        }
+    }
+
+    #[test]
+    fn a_panic_of_an_item_goes_on() {
+        let result = std::panic::catch_unwind(|| for_each(0..10, |i| assert!(i != 7, "the seventh item")));
+        assert!(result.is_err());
+    }
+}

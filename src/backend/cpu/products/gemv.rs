@@ -162,37 +162,31 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
 ) -> [[T::Acc; IDS]; ROWS] {
     let d = ids[0].len();
     let zero = v.splat(T::Acc::zero());
+    let n = V::split_lanes(ids[0]).0.len();
     let mut id_registers: [&[V::Lanes<T>]; IDS] = [&[]; IDS];
     let mut id_rests: [&[T]; IDS] = [&[]; IDS];
     for id in 0..IDS {
-        (id_registers[id], id_rests[id]) = V::split_lanes(&ids[id][..d]);
+        let (registers, rest) = V::split_lanes(&ids[id][..d]);
+        (id_registers[id], id_rests[id]) = (&registers[..n], rest);
     }
-    let n = id_registers[0].len();
     let mut context_registers: [&[V::Reg]; ROWS] = [&[]; ROWS];
     let mut context_rests: [&[T::Acc]; ROWS] = [&[]; ROWS];
     for row in 0..ROWS {
-        (context_registers[row], context_rests[row]) = V::split(&contexts[row * d..][..d]);
-        context_registers[row] = &context_registers[row][..n];
-    }
-    for registers in &mut id_registers {
-        *registers = &registers[..n];
+        let (registers, rest) = V::split(&contexts[row * d..][..d]);
+        (context_registers[row], context_rests[row]) = (&registers[..n], rest);
     }
     let mut sums = [[zero; IDS]; ROWS];
     let mut lines = lines(next);
     let lines_at_a_time = lines.len().div_ceil(n.max(1));
-    for i in 0..n {
-        for _ in 0..lines_at_a_time {
-            let Some(line) = lines.next() else { break };
-            prefetch(line.as_ptr());
+    // Without lines there is a loop of its own: the addresses of all rows stay in registers then.
+    if next.is_empty() {
+        for i in 0..n {
+            add_products::<ROWS, IDS, T, V>(v, &context_registers, &id_registers, i, &mut sums);
         }
-        let mut decoder = [zero; IDS];
-        for id in 0..IDS {
-            decoder[id] = T::load(v, id_registers[id][i]);
-        }
-        for row in 0..ROWS {
-            for id in 0..IDS {
-                sums[row][id] = v.mul_add(context_registers[row][i], decoder[id], sums[row][id]);
-            }
+    } else {
+        for i in 0..n {
+            lines.by_ref().take(lines_at_a_time).for_each(|line| prefetch(line.as_ptr()));
+            add_products::<ROWS, IDS, T, V>(v, &context_registers, &id_registers, i, &mut sums);
         }
     }
     if !id_rests[0].is_empty() {
@@ -214,4 +208,24 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
         }
     }
     results
+}
+
+/// Adds the products of the `i`-th registers to the sums of all contexts and ids.
+#[inline(always)]
+fn add_products<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
+    v: V,
+    contexts: &[&[V::Reg]; ROWS],
+    ids: &[&[V::Lanes<T>]; IDS],
+    i: usize,
+    sums: &mut [[V::Reg; IDS]; ROWS],
+) {
+    let mut decoder = [v.splat(T::Acc::zero()); IDS];
+    for id in 0..IDS {
+        decoder[id] = T::load(v, ids[id][i]);
+    }
+    for row in 0..ROWS {
+        for id in 0..IDS {
+            sums[row][id] = v.mul_add(contexts[row][i], decoder[id], sums[row][id]);
+        }
+    }
 }

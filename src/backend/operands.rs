@@ -31,7 +31,8 @@ use crate::tensors::id_lists::matrix_rows;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Precision {
-    /// The operands' own precision.
+    /// The operands' own precision. On a CUDA device, products of f32 use TF32 if candle's
+    /// `set_gemm_reduced_precision_f32` allows it.
     #[default]
     Full,
     /// Operands of f32 or f16 may be rounded to bf16 before they are multiplied; sums stay f32. PyTorch's
@@ -42,6 +43,9 @@ pub enum Precision {
     /// budget is too small for the rounded operands. A few rows, whose products take no longer than reading the decoder,
     /// are not rounded. Decoding rounds on Intel AMX alone, and only for more than 24 components: how many positions there
     /// are does not matter. `docs/measurements.md` has the errors: they grow with the logits.
+    ///
+    /// On a CUDA device it has an effect on operands of f32, in losses and scores of at least 256 rows (positions times
+    /// components): the contexts and the decoder are copied in bf16.
     Bf16Products,
 }
 

@@ -3,6 +3,7 @@
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
 mod capture;
+mod counts;
 mod driver;
 mod faults;
 mod injected;

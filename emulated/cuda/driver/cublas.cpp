@@ -125,7 +125,11 @@ static Status gemm(Handle *handle, int transpose_a, int transpose_b, int m, int 
     begin(stream_of(handle->stream), "a product of cuBLAS, " + std::to_string(m) + " by " + std::to_string(n) + " by " +
                                          std::to_string(k));
     handle->workspace.use(true);
+    const auto name = [](int type) { return type == F64 ? "f64" : type == F32 ? "f32" : type == F16 ? "f16" : "bf16"; };
     const double by = factor(*handle, alpha, compute), kept = factor(*handle, beta, compute);
+    emulated::count("product " + std::to_string(m) + " " + std::to_string(n) + " " + std::to_string(k) + " x" +
+                    std::to_string(count) + " " + name(type_a) + " " + name(type_c) + " " + std::to_string(compute) +
+                    (kept != 0 ? " adds" : ""));
     for (int i = 0; i < count; ++i) {
         const Matrix left{uintptr_t(a) + i * next_a * size_of(type_a), type_a, rows_a, transpose_a ? m : k, stride_a};
         const Matrix right{uintptr_t(b) + i * next_b * size_of(type_b), type_b, rows_b, transpose_b ? k : n, stride_b};
@@ -135,6 +139,7 @@ static Status gemm(Handle *handle, int transpose_a, int transpose_b, int m, int 
         right.use(false);
         if (kept != 0) out.use(false);
         out.use(true);
+        if (is_counting()) continue;
         if (compute == IN_F64) multiply<double>(by, left, transpose_a, right, transpose_b, kept, out);
         else multiply<float>(float(by), left, transpose_a, right, transpose_b, float(kept), out);
     }

@@ -23,6 +23,8 @@ static Status fill(Generator *generator, T *to, size_t count, bool is_normal, T 
     if (is_normal && count % 2) return LENGTH_NOT_MULTIPLE;
     begin(stream_of(generator->stream), "cuRAND");
     use(uintptr_t(to), count * sizeof(T), true);
+    emulated::count("random " + std::to_string(count * sizeof(T)));
+    if (is_counting()) return 0;
     auto uniform = [&] { return T((generator->state() >> 40) + 1) / T(1 << 24); };
     for (size_t i = 0; i < count; ++i) {
         if (!is_normal) {

@@ -78,6 +78,11 @@ struct Allocation : Resource {
     bool is_kept;
 };
 
+// Whether calls are counted and nothing is computed: memory that a kernel would write keeps what it has.
+bool is_counting();
+// Writes a line for a call, if calls are counted.
+void count(const std::string &line);
+
 // Begins an operation on a stream, which later calls refer to.
 void begin(Stream &stream, std::string what);
 

@@ -75,6 +75,14 @@ static void run_in_turn(void **arguments) {
     machine::thread = 0;
 }
 
+// An argument of a launch as text: an address, an integer or a number as its bits, or the size of a structure.
+static std::string argument_text(const EmulatedKernel &kernel, int i, const void *at) {
+    uint64_t value = 0;
+    if (kernel.sizes[i] > sizeof value) return "(" + std::to_string(kernel.sizes[i]) + " bytes)";
+    memcpy(&value, at, kernel.sizes[i]);
+    return kernel.are_pointers[i] ? (value ? "address" : "null") : std::to_string(value);
+}
+
 extern "C" {
 
 unsigned emulated_index(int which) {
@@ -162,6 +170,12 @@ Status cuLaunchKernel(void *handle, unsigned blocks_x, unsigned blocks_y, unsign
         if (address && !is_live(address)) die("argument " + std::to_string(i) + " is no address of an allocation");
     }
 
+    if (is_counting()) {
+        std::string line = std::string("kernel ") + kernel.name + " " + std::to_string(blocks) + " " + std::to_string(threads);
+        for (int i = 0; i < kernel.arity; ++i) line += " " + argument_text(kernel, i, copied[i]);
+        count(line);
+        return 0;
+    }
     dynamic_shared.assign(shared, char(0xff));
     allow(uintptr_t(machine::stacks()), machine::MOST_THREADS * machine::STACK);
     allow(uintptr_t(copies.data()), bytes);

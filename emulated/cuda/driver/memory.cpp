@@ -115,9 +115,11 @@ uintptr_t allocate(size_t size) {
     made.base = address;
     made.size = size;
     made.is_kept = keeps;
-    memset(states + (address - base), UNWRITTEN, size);
-    // These bytes are NaN in every floating-point type, and not a valid index.
-    memset(memory + (address - base), 0xff, size);
+    if (!is_counting()) {
+        memset(states + (address - base), UNWRITTEN, size);
+        // These bytes are NaN in every floating-point type, and not a valid index.
+        memset(memory + (address - base), 0xff, size);
+    }
     for (size_t i = 0; i < pages; ++i) owners[(address - base) / PAGE + i] = &made;
     made.use(true);
     live_of_thread++;
@@ -180,6 +182,10 @@ void use(uintptr_t address, size_t size, bool writes) {
     if (!size) return;
     const size_t first = address - base;
     if (first >= BYTES || size > BYTES - first) fault(address, size, writes, NONE);
+    if (is_counting()) {
+        if (!is_live(address) || !is_live(address + size)) fault(address, size, writes, NONE);
+        return;
+    }
     for (size_t i = 0; i < size; ++i) {
         if (states[first + i] < (writes ? UNWRITTEN : WRITTEN)) fault(address + i, size - i, writes, states[first + i]);
     }
@@ -189,6 +195,10 @@ void use(uintptr_t address, size_t size, bool writes) {
 
 void copy(uintptr_t to, uintptr_t from, size_t size) {
     if (!size) return;
+    if (is_counting()) {
+        use(from, size, false);
+        return use(to, size, true);
+    }
     for (uintptr_t at : {to, from}) {
         for (size_t i = 0; i < size; ++i) {
             if (!is_device(at + i) || states[at - base + i] < UNWRITTEN) fault(at + i, size - i, at == to, NONE);

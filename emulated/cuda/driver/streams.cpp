@@ -121,6 +121,7 @@ Status cuCtxSetCurrent(void *to) {
 Status cuCtxSynchronize() {
     ENTER_CONTEXT(FAILED);
     waits++;
+    count("wait");
     for (const Stream *stream : all_streams) host_waits_for(*stream);
     return 0;
 }
@@ -145,6 +146,7 @@ Status cuStreamDestroy_v2(void *handle) {
 Status cuStreamSynchronize(void *handle) {
     ENTER_CONTEXT(FAILED);
     waits++;
+    count("wait");
     host_waits_for(stream_of(handle));
     return 0;
 }
@@ -179,6 +181,7 @@ Status cuEventSynchronize(void *event) {
     ENTER_CONTEXT(FAILED);
     if (!events.count(event)) return INVALID_HANDLE;
     waits++;
+    count("wait");
     host.join(events[event]);
     return 0;
 }
@@ -187,6 +190,7 @@ Status cuEventSynchronize(void *event) {
 Status cuMemAllocAsync(uintptr_t *made, size_t size, void *stream) {
     ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "an allocation");
+    count("allocate " + std::to_string(size));
     *made = size ? allocate(size) : 0;
     if (size && !*made) return OUT_OF_MEMORY;
     incomplete = {*made, stream, size ? 2 : 0};
@@ -228,7 +232,8 @@ Status cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *str
     ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "memset");
     use(to, size, true);
-    if (size) memset(reinterpret_cast<void *>(to), value, size);
+    count("set " + std::to_string(size));
+    if (size && !is_counting()) memset(reinterpret_cast<void *>(to), value, size);
     return 0;
 }
 // The host's memory is pageable: a copy from it returns when it is read, a copy to it when it is written.
@@ -236,6 +241,7 @@ Status cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *s
     ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "a copy from the host");
     uploads++;
+    count("upload " + std::to_string(size));
     if (is_device(uintptr_t(from))) die("an address of the device as one of the host");
     use(to, size, true);
     if (size) memcpy(reinterpret_cast<void *>(to), from, size);
@@ -244,6 +250,7 @@ Status cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *s
 Status cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *stream) {
     ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "a copy to the host");
+    count("download " + std::to_string(size));
     if (is_device(uintptr_t(to))) die("an address of the device as one of the host");
     use(from, size, false);
     if (size) memcpy(to, reinterpret_cast<void *>(from), size);
@@ -254,6 +261,7 @@ Status cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *stream)
 Status cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t size, void *stream) {
     ENTER_CONTEXT(FAILED);
     begin(stream_of(stream), "a copy");
+    count("copy " + std::to_string(size));
     copy(to, from, size);
     return 0;
 }

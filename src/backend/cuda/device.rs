@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaModule, CudaStream, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
-use candle_core::cuda_backend::{CudaDType, WrapErr};
+use candle_core::cuda_backend::{gemm_reduced_precision_f32, CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
 use half::{bf16, f16};
 
@@ -184,7 +184,7 @@ impl Gpu for Cuda {
     }
 
     fn multiply(&self, product: &DeviceProduct) -> Result<()> {
-        use cublas_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        use cublas_sys::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32};
         use cublas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT;
         use cublas_sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
         use cublas_sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
@@ -201,6 +201,12 @@ impl Gpu for Cuda {
         let constants = self.address(&self.constants)?;
         let [zero, one] = [constants, constants + size_of::<f32>() as u64];
         let (alpha, beta) = (product.alpha.unwrap_or(one), if product.accumulates { one } else { zero });
+        let compute = match product.lhs.dtype {
+            DType::F32 if gemm_reduced_precision_f32() => CUBLAS_COMPUTE_32F_FAST_TF32,
+            _ => CUBLAS_COMPUTE_32F,
+        };
+        // cuBLAS launches on the current GPU of the thread, which may be another one by now.
+        self.stream.context().bind_to_thread().w()?;
         // cuBLAS is column-major and reads each matrix as its transpose, so it computes out^T = rhs^T lhs^T.
         // SAFETY: the matrices are in tensors of the chunks, with these strides; the factors are in device memory, as
         // the handle's pointer mode requires.
@@ -223,7 +229,7 @@ impl Gpu for Cuda {
                 product.out as *mut _,
                 data_type(product.out_dtype),
                 product.out_stride as i32,
-                CUBLAS_COMPUTE_32F,
+                compute,
                 CUBLAS_GEMM_DFALT,
             )
         }

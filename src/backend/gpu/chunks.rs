@@ -9,6 +9,7 @@ use super::arguments::{LogitsArgument, ObjectiveArgument, Read, RowsArgument, Wr
 use super::columns::DeviceColumns;
 use super::device::{Buffer, DeviceProduct, Gpu};
 use super::kernels::{KernelArguments, MixtureLogProbsArguments, RowLogSumExpArguments, TopKArguments};
+use super::plan::product_dtype;
 use crate::backend::operands::Sizes;
 use crate::backend::plan::Planned;
 use crate::backend::shard::VocabShard;
@@ -18,6 +19,7 @@ use crate::error::Result;
 /// The operands of a mixture in device memory.
 pub(super) struct DeviceOperands {
     pub(super) sizes: Sizes,
+    /// The dtype of the operands of products.
     pub(super) dtype: DType,
     /// The weight and, if there is one, the adapter, with the contexts that each is multiplied by.
     pub(super) columns: Vec<DeviceColumns>,
@@ -33,7 +35,7 @@ impl DeviceOperands {
         let operands = &planned.operands;
         Ok(DeviceOperands {
             sizes: operands.sizes,
-            dtype: operands.contexts.dtype(),
+            dtype: product_dtype(operands),
             columns: DeviceColumns::all(gpu, planned)?,
             log_priors: Buffer::from_option(gpu, &operands.log_priors)?,
             bias: Buffer::from_option(gpu, &operands.bias)?,

@@ -8,13 +8,14 @@ use candle_core::{DType, Tensor, D};
 use super::arguments::{Read, Write};
 use super::device::{Buffer, DeviceMatrix, Gpu, WARPS};
 use super::kernels::{KernelArguments, PadRowsArguments, RoundRowsArguments, ScaleRowsArguments};
+use super::plan::product_dtype;
 use crate::backend::operands::{Operands, Sizes};
 use crate::backend::plan::Planned;
 use crate::error::Result;
 
 /// The rows of logits from which on copies of contexts and decoder are worth their time: products of rows that are no
 /// multiple of 16 bytes take two to three times as long.
-const LEAST_PADDED_ROWS: usize = 256;
+pub(super) const LEAST_PADDED_ROWS: usize = 256;
 /// The rows, relative to the columns, from which on copies are worth their time for the bias's gradient alone.
 const ROWS_PER_COLUMN: usize = 8;
 
@@ -41,6 +42,7 @@ impl DeviceColumns {
     /// The columns of the weight and, if there is one, those of the adapter.
     pub(super) fn all<G: Gpu>(gpu: &G, planned: &Planned) -> Result<Vec<Self>> {
         let operands = &planned.operands;
+        let dtype = product_dtype(operands);
         let split = operands.adapter_columns()?.start;
         let parts = [(0..split, Some(&operands.weight)), (operands.adapter_columns()?, operands.adapter.as_ref())];
         let padding = Padding::new(gpu, planned, split);
@@ -48,9 +50,10 @@ impl DeviceColumns {
             let decoder = decoder?;
             let has_ones = columns.start == 0 && padding.is_some_and(|padding| padding.has_ones);
             let contexts = operands.contexts.narrow(2, columns.start, columns.len());
-            Some(contexts.map_err(Into::into).and_then(|contexts| match padding {
-                Some(Padding { align, .. }) => Self::padded(gpu, operands.sizes, &contexts, decoder, align, has_ones),
-                None => Self::as_stored(gpu, operands, &contexts, decoder),
+            let rounded = contexts.and_then(|contexts| Ok((contexts.to_dtype(dtype)?, decoder.to_dtype(dtype)?)));
+            Some(rounded.map_err(Into::into).and_then(|(contexts, decoder)| match padding {
+                Some(Padding { align, .. }) => Self::padded(gpu, operands.sizes, &contexts, &decoder, align, has_ones),
+                None => Self::as_stored(gpu, operands, &contexts, &decoder),
             }))
         };
         parts.into_iter().filter_map(columns).collect()
@@ -205,7 +208,7 @@ impl Padding {
         let Planned { operands, needs_grad, .. } = planned;
         let Sizes { positions, components, context_dim, vocab } = operands.sizes;
         let (align, rows) = (gpu.kind().half_row_align, positions * components);
-        let is_half = matches!(operands.contexts.dtype(), DType::F16 | DType::BF16);
+        let is_half = matches!(product_dtype(operands), DType::F16 | DType::BF16);
         if !is_half || align == 1 || rows < LEAST_PADDED_ROWS {
             return None;
         }

@@ -122,8 +122,10 @@ fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Re
     let (mut values, mut gradients) = (Vec::new(), Vec::new());
     let chunk_loss = |positions: Range<usize>| {
         let operands = operands.narrow(&positions)?;
-        let planned =
-            plan(gpu, &operands, Task::LogProbs { needs_grad: *needs_grad }, Some(planned.plan.budget_bytes))?;
+        let budget = Some(planned.plan.budget_bytes);
+        let mut planned = plan(gpu, &operands, Task::LogProbs { needs_grad: *needs_grad }, budget)?;
+        // All chunks have the precision of the loss.
+        planned.operands.precision = operands.precision;
         let (values, upstream) = terms(positions, log_probs(gpu, &planned, DType::F32)?)?;
         let gradients = if needs_grad.any() {
             log_prob_gradients(gpu, &planned, &upstream, Sums::Continued)?.gradients

@@ -16,7 +16,7 @@ use super::kernels::{
 use super::objective::DeviceObjective;
 use super::shared_targets::SharedTargets;
 use crate::backend::objective::{GradientSoFar, Gradients, LossResults};
-use crate::backend::operands::Sizes;
+use crate::backend::operands::{Precision, Sizes};
 use crate::backend::plan::Steps;
 use crate::error::Result;
 
@@ -79,6 +79,8 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         so_far: Option<&GradientSoFar>,
     ) -> Result<Self> {
         let needs_grad = chunks.planned.needs_grad;
+        // The gradients of operands that were rounded from f32 stay in f32.
+        let sums = if chunks.planned.operands.precision == Precision::Full { sums } else { Sums::Continued };
         let positions = chunks.inputs.sizes.positions;
         let unwritten = |n, dtype| Buffer::unwritten(chunks.gpu, n, dtype, chunks.logits.tensor.device());
         let gradients = || {

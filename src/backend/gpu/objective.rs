@@ -4,6 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::arguments::{LossTermsArgument, ObjectiveArgument};
 use super::device::{Buffer, Gpu};
+use super::plan::product_dtype;
 use super::target_ids::{DeviceTargetIds, GradientScales};
 use crate::backend::objective::{LossTerms, Scored, TargetLoss};
 use crate::backend::operands::{Operands, Sizes};
@@ -98,7 +99,7 @@ impl DeviceObjective {
 
     /// An objective without targets and masses, whose gradients have this factor.
     fn new<G: Gpu>(gpu: &G, terms: LossTerms, factor: Tensor, operands: &Operands) -> Result<Self> {
-        let dtype = gpu.kind().gradient_dtype(operands.contexts.dtype());
+        let dtype = gpu.kind().gradient_dtype(product_dtype(operands));
         let unit = if dtype == DType::F16 { half_unit(terms.z_loss) } else { 1.0 };
         let logits_factors = LogitsFactors::new(gpu, dtype, &factor, unit, operands.logit_scale)?;
         Ok(DeviceObjective {
@@ -116,7 +117,7 @@ impl DeviceObjective {
     /// Keeps the gradient of a chunk's logits in the range of half precision: the kernels divide it by the largest of
     /// `mass_bounds`, `[chunk]`, and the products multiply by it. In f32 nothing changes.
     pub(super) fn normalize<G: Gpu>(&mut self, gpu: &G, mass_bounds: &Tensor, operands: &Operands) -> Result<()> {
-        let dtype = gpu.kind().gradient_dtype(operands.contexts.dtype());
+        let dtype = gpu.kind().gradient_dtype(product_dtype(operands));
         if dtype == DType::F32 {
             return Ok(());
         }

@@ -3,10 +3,11 @@
 use candle_core::DType;
 
 use super::chunks::ROW_ALIGN;
-use super::device::{Gpu, MEMORY_SHARE};
+use super::columns::LEAST_PADDED_ROWS;
+use super::device::{Gpu, GpuKind, MEMORY_SHARE};
 use super::device_scores::values_per_position;
 use crate::backend::objective::Task;
-use crate::backend::operands::{Operands, Sizes};
+use crate::backend::operands::{Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Needs, Plan, Planned};
 use crate::error::{Error, Result};
 
@@ -18,8 +19,9 @@ pub(in crate::backend) fn plan<G: Gpu>(
     budget: Option<usize>,
 ) -> Result<Planned> {
     let kind = gpu.kind();
+    let operands = Operands { precision: precision(kind, operands, &task), ..operands.clone() };
     let sizes @ Sizes { components, context_dim, vocab, .. } = operands.sizes;
-    let dtype = match operands.contexts.dtype() {
+    let dtype = match product_dtype(&operands) {
         dtype @ (DType::F32 | DType::F16 | DType::BF16) => dtype,
         got => {
             let expected = format!("f16, bf16 or f32 on {}", kind.kernels);
@@ -64,5 +66,25 @@ pub(in crate::backend) fn plan<G: Gpu>(
         threads: 1,
     };
     let plan = Plan::new(sizes.positions, components, needs, budget)?;
-    Ok(Planned { operands: operands.clone(), needs_grad: task.needs_grad(), plan })
+    Ok(Planned { operands, needs_grad: task.needs_grad(), plan })
+}
+
+/// Returns the precision of the products of a task: bf16 if it is allowed, changes something, and the products are worth
+/// the copies. A distribution that is drawn from is not rounded: how many positions there are does not matter.
+fn precision(kind: &GpuKind, operands: &Operands, task: &Task) -> Precision {
+    let is_served = matches!(task, Task::Loss { .. } | Task::LogProbTerms { .. } | Task::Scores { .. });
+    let rows = operands.sizes.positions * operands.sizes.components;
+    if operands.contexts.dtype() == DType::F32 && is_served && kind.rounds_products && rows >= LEAST_PADDED_ROWS {
+        operands.precision
+    } else {
+        Precision::Full
+    }
+}
+
+/// The dtype of the contexts and the decoder as operands of products, for operands with the precision of a plan.
+pub(super) fn product_dtype(operands: &Operands) -> DType {
+    match operands.precision {
+        Precision::Full => operands.contexts.dtype(),
+        Precision::Bf16Products => DType::BF16,
+    }
 }

@@ -8,7 +8,7 @@ use crate::backend::objective::{
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Planned;
 use crate::backend::{self, gpu};
-use crate::loss::{LossOptions, Precision, Reduction};
+use crate::loss::{LossOptions, Reduction};
 
 /// The operands that every case has.
 pub(super) const ALL: NeedsGrad =
@@ -73,7 +73,7 @@ impl Case {
             bias: Some(random(4, &[rows], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             logit_scale: self.logit_scale,
             softcap: self.softcap,
-            precision: Precision::Full,
+            precision: self.options.precision,
         }
     }
 

@@ -12,7 +12,7 @@ use crate::backend::gpu::decoding::ranked;
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::ranking::TopKQuery;
-use crate::loss::{LossOptions, Reduction};
+use crate::loss::{LossOptions, Precision, Reduction};
 
 #[test]
 fn losses_and_gradients_equal_those_of_the_cpu_in_f64() {
@@ -283,6 +283,22 @@ fn log_probabilities_and_their_gradient_equal_those_of_the_cpu() {
             let objective = |dtype| Objective::LogProbs { upstream: upstream.to_dtype(dtype).unwrap() };
             let (error, name) = case.loss_error(&gpu, objective);
             assert!(error <= case.tolerance(), "{name}: {error} in {dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn operands_in_f32_are_rounded_for_many_rows_where_products_can_be() {
+    let options = LossOptions::new().with_precision(Precision::Bf16Products);
+    for gpu in EmulatedGpu::all() {
+        for (positions, rank, transposed) in [(85, 0, false), (86, 0, false), (90, 2, true)] {
+            let sizes = case(positions, 3, 6, 37);
+            let case = Case { rank, transposed, options: options.clone(), ..sizes };
+            let is_rounded = positions * 3 >= 256 && gpu.kind().rounds_products;
+            let (error, name) = case.loss_error(&gpu, |dtype| case.objective(dtype));
+            let half = Case { dtype: DType::BF16, ..case };
+            let (least, most) = if is_rounded { (1e-4, half.tolerance()) } else { (0.0, 1e-4) };
+            assert!((least..=most).contains(&error), "{name}: {error}, {positions} positions, {:?}", gpu.language);
         }
     }
 }

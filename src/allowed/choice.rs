@@ -26,7 +26,7 @@ impl Choices {
         if !is_single(mixture) || union.is_empty() || union.len() == mixture.operands().sizes.vocab {
             return Ok(Choices { mixture: mixture.clone(), restriction, gathered_ids: None });
         }
-        let (mixture, _) = gathered_softmax(&mixture.detach(), &union)?;
+        let mixture = gathered_softmax(&mixture.detach(), &union)?;
         let place = |id: &u32| union.binary_search(id).unwrap_or(0) as u32;
         let restriction = match restriction {
             Restriction::Each(lists) => {

@@ -9,7 +9,7 @@ use crate::backend;
 use crate::backend::operands::{Operands, Sizes};
 use crate::error::Result;
 use crate::mixture::Mixture;
-use crate::tensors::autograd::{attach, Leaf};
+use crate::tensors::autograd::attach;
 use crate::tensors::id_lists::{self, IdLists};
 
 /// Whether a mixture is a single softmax without a log-prior.
@@ -17,46 +17,41 @@ pub(super) fn is_single(mixture: &Mixture) -> bool {
     mixture.operands().is_single()
 }
 
-/// Makes the softmax over `ids`, which are in ascending order without repeats: its id i is `ids[i]`. Beside it, returns
-/// the decoder's variables whose gradients bypass candle's sum.
-pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32]) -> Result<(Mixture, Vec<Leaf>)> {
+/// Makes the softmax over `ids`, which are in ascending order without repeats: its id i is `ids[i]`.
+pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32]) -> Result<Mixture> {
     let operands = mixture.operands();
-    let mut leaves = Vec::new();
-    let weight = gather_rows(&operands.weight, ids, &mut leaves)?;
-    let adapter = operands.adapter.as_ref().map(|adapter| gather_rows(adapter, ids, &mut leaves)).transpose()?;
+    let weight = gather_rows(&operands.weight, ids)?;
+    let adapter = operands.adapter.as_ref().map(|adapter| gather_rows(adapter, ids)).transpose()?;
     let index = Tensor::new(ids, operands.weight.device())?;
     let bias = operands.bias.as_ref().map(|bias| bias.index_select(&index, 0)).transpose()?;
     let sizes = Sizes { vocab: ids.len(), ..operands.sizes };
-    Ok((mixture.with_operands(Operands { sizes, weight, adapter, bias, ..operands.clone() }), leaves))
+    Ok(mixture.with_operands(Operands { sizes, weight, adapter, bias, ..operands.clone() }))
 }
 
 /// Gathers the rows of a matrix that belong to `ids`, as a node whose backward pass scatters their gradients into
-/// zeros. Adds the matrix to `leaves` if it is a variable.
-fn gather_rows(matrix: &Tensor, ids: &[u32], leaves: &mut Vec<Leaf>) -> Result<Tensor> {
+/// zeros.
+fn gather_rows(matrix: &Tensor, ids: &[u32]) -> Result<Tensor> {
     let rows = id_lists::matrix_rows(&matrix.detach(), &Tensor::new(ids, matrix.device())?)?;
     let (ids, vocab, unused) = (ids.to_vec(), matrix.dim(0)?, unused_operand(matrix)?);
-    let rows = attach("rows of the decoder", rows, [matrix, &unused, &unused], move |_, _, upstream| {
+    attach("rows of the decoder", rows, [matrix, &unused, &unused], move |_, _, upstream| {
         Ok([Some(backend::scattered_rows(&upstream.contiguous()?, &ids, vocab)?), None, None])
-    })?;
-    leaves.extend(leaf_if_variable(&rows, matrix));
-    Ok(rows)
+    })
 }
 
 /// Computes the logits of each position's list of ids, `[positions, longest]` in the accumulation dtype. Entries beyond
-/// the end of a list are unspecified. Beside them, returns the decoder's variables whose gradients bypass candle's sum.
-pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<(Tensor, Vec<Leaf>)> {
+/// the end of a list are unspecified.
+pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<Tensor> {
     let operands = mixture.operands();
     let (Sizes { positions, context_dim, .. }, columns) = (operands.sizes, operands.adapter_columns()?);
-    let mut leaves = Vec::new();
     let contexts = operands.contexts.reshape((positions, context_dim))?;
     let products = match &operands.adapter {
-        None => list_products(&contexts, &operands.weight, lists, &mut leaves)?,
+        None => list_products(&contexts, &operands.weight, lists)?,
         Some(adapter) => {
             let context_columns = |from: usize, to: usize| contexts.narrow(1, from, to - from)?.contiguous();
             let (contexts, adapter_contexts) =
                 (context_columns(0, columns.start)?, context_columns(columns.start, columns.end)?);
-            let weight_products = list_products(&contexts, &operands.weight, lists, &mut leaves)?;
-            (weight_products + list_products(&adapter_contexts, adapter, lists, &mut leaves)?)?
+            let weight_products = list_products(&contexts, &operands.weight, lists)?;
+            (weight_products + list_products(&adapter_contexts, adapter, lists)?)?
         }
     };
     let list_bias = |bias: &Tensor| {
@@ -64,31 +59,24 @@ pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<(Te
         bias.index_select(&ids, 0)?.reshape(products.shape())
     };
     let bias = operands.bias.as_ref().map(list_bias).transpose()?;
-    Ok((operands.finish_logits(products, bias)?, leaves))
+    operands.finish_logits(products, bias)
 }
 
 /// Computes the products of each position's context with the rows of its list, `[positions, longest]`, as a node of the
-/// graph. Adds the matrix to `leaves` if it is a variable.
-fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &Arc<IdLists>, leaves: &mut Vec<Leaf>) -> Result<Tensor> {
+/// graph.
+fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &Arc<IdLists>) -> Result<Tensor> {
     let values = backend::list_products(&contexts.detach(), &matrix.detach(), lists)?;
     let (needs_grad, lists) = ([contexts.track_op(), matrix.track_op()], lists.clone());
     let operands = [contexts, matrix, &unused_operand(matrix)?];
-    let products = attach("products of lists", values, operands, move |[contexts, matrix, _], _, upstream| {
+    attach("products of lists", values, operands, move |[contexts, matrix, _], _, upstream| {
         let upstream = upstream.contiguous()?;
         let [context_gradient, matrix_gradient] =
             backend::list_product_gradients(&contexts.detach(), &matrix.detach(), &lists, &upstream, needs_grad)?;
         Ok([context_gradient, matrix_gradient, None])
-    })?;
-    leaves.extend(leaf_if_variable(&products, matrix));
-    Ok(products)
+    })
 }
 
 /// Makes an operand that is not read, for a node that needs fewer than the three operands that every node takes.
 fn unused_operand(operand: &Tensor) -> Result<Tensor> {
     Ok(Tensor::zeros(1, operand.dtype(), operand.device())?)
-}
-
-/// Returns the leaf of a node that reads `matrix`, if the matrix is a variable.
-fn leaf_if_variable(node: &Tensor, matrix: &Tensor) -> Option<Leaf> {
-    matrix.is_variable().then(|| Leaf { node: node.id(), variable: matrix.clone() })
 }

@@ -101,15 +101,14 @@ impl RestrictedMixture {
     /// has the rows of these ids alone.
     fn gathered_loss(&self, ids: &[u32], target_ids: &[Option<usize>], options: &LossOptions) -> Result<Loss> {
         let device = self.mixture.operands().contexts.device();
-        let (mixture, leaves) = gathered_softmax(&self.mixture, ids)?;
+        let mixture = gathered_softmax(&self.mixture, ids)?;
         let targets = places(ids, target_ids).collect::<Vec<i64>>();
         let targets = Tensor::from_vec(targets, self.mixture.leading(), device)?;
         let gather = |weights: &Tensor| weights.index_select(&Tensor::new(ids, device)?, 0);
         let class_weights = options.class_weights.as_ref().map(gather).transpose()?;
         let ignore_index = options.positions.ignore_index.map(|_| IGNORED);
         let positions = PositionOptions { ignore_index, ..options.positions.clone() };
-        let loss = mixture.loss(&targets, &LossOptions { class_weights, positions, ..options.clone() })?;
-        Ok(Loss { other_decoders: leaves, ..loss })
+        mixture.loss(&targets, &LossOptions { class_weights, positions, ..options.clone() })
     }
 
     /// Returns the restriction at all positions, none of which is ignored.
@@ -165,14 +164,13 @@ impl Distributions for RestrictedMixture {
         let nll = zeros_at_ignored(nll.flatten_all()?, &counted, positions)?;
         let loss = request.loss_from_nll(&nll.reshape(leading)?)?;
         let scored = ScoreOptions::new().with_is_argmax(options.correct).scored(columns);
-        let loss = match are_argmax(&set_log_probs.log_probs, &scored)? {
+        match are_argmax(&set_log_probs.log_probs, &scored)? {
             Some(is_argmax) => {
                 let is_correct = zeros_at_ignored(is_argmax.flatten_all()?, &counted, positions)?;
-                loss.with_is_correct(is_correct.reshape(leading)?)?
+                loss.with_is_correct(is_correct.reshape(leading)?)
             }
-            None => loss,
-        };
-        Ok(Loss { other_decoders: set_log_probs.leaves, ..loss })
+            None => Ok(loss),
+        }
     }
 
     fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {
@@ -182,7 +180,7 @@ impl Distributions for RestrictedMixture {
             Restriction::All => self.mixture.log_probs_as(dtype),
             _ if positions == 0 => self.mixture.log_probs_as(dtype),
             Restriction::Shared(ids) if is_single(&self.mixture) => {
-                let log_probs = gathered_softmax(&self.mixture, &ids)?.0.log_probs_as(dtype)?;
+                let log_probs = gathered_softmax(&self.mixture, &ids)?.log_probs_as(dtype)?;
                 Ok(expand_columns(&log_probs.reshape((positions, ids.len()))?, &ids, vocab)?.reshape(shape)?)
             }
             restriction => {
@@ -204,17 +202,16 @@ impl Distributions for RestrictedMixture {
             Restriction::All => self.mixture.score(token_ids, options),
             _ if positions == 0 => self.mixture.score(token_ids, options),
             Restriction::Shared(ids) if is_single(&self.mixture) => {
-                let (mixture, leaves) = gathered_softmax(&self.mixture, &ids)?;
+                let mixture = gathered_softmax(&self.mixture, &ids)?;
                 let places =
                     transfer::to_device::<i64>(places(&ids, &candidates).collect(), token_ids.shape(), device)?;
-                Ok(Scores { leaves, ..mixture.score(&places, options)? })
+                mixture.score(&places, options)
             }
             restriction => {
                 let set_log_probs = SetLogProbs::new(&self.mixture, &restriction, options.workspace_bytes)?;
                 let columns = set_log_probs.columns(&ids, n)?;
                 let shape = token_ids.dims();
-                let scores = Scores::from_rows(&set_log_probs.log_probs, columns, shape, leading, options)?;
-                Ok(Scores { leaves: set_log_probs.leaves, ..scores })
+                Scores::from_rows(&set_log_probs.log_probs, columns, shape, leading, options)
             }
         }
     }

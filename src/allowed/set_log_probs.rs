@@ -11,7 +11,6 @@ use crate::distributions::Distributions;
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;
-use crate::tensors::autograd::Leaf;
 use crate::tensors::id_lists::{IdLists, Restriction};
 use crate::tensors::log_softmax::log_softmax;
 use crate::tensors::transfer;
@@ -30,8 +29,6 @@ pub(super) struct SetLogProbs {
     /// allowed.
     pub(super) log_probs: Tensor,
     column_ids: ColumnIds,
-    /// The decoder's variables whose gradients bypass candle's sum.
-    pub(super) leaves: Vec<Leaf>,
 }
 
 /// Which token id a column belongs to.
@@ -73,9 +70,9 @@ impl SetLogProbs {
     /// Computes only the logits of the lists, for a single softmax.
     fn from_list_logits(mixture: &Mixture, lists: IdLists) -> Result<Self> {
         let lists = Arc::new(lists);
-        let (logits, leaves) = list_logits(mixture, &lists)?;
+        let logits = list_logits(mixture, &lists)?;
         let log_probs = masked_log_softmax(&logits, lists.mask())?;
-        Ok(SetLogProbs { log_probs, column_ids: ColumnIds::Each(lists), leaves })
+        Ok(SetLogProbs { log_probs, column_ids: ColumnIds::Each(lists) })
     }
 
     /// Computes the log-probabilities of the lists' ids under the whole distribution and renormalises them, for a
@@ -86,7 +83,7 @@ impl SetLogProbs {
         let candidates = Tensor::from_vec(lists.padded(), [mixture.leading(), &[n]].concat(), device)?;
         let scores = mixture.score(&candidates, &ScoreOptions { workspace_bytes, ..ScoreOptions::new() })?;
         let log_probs = masked_log_softmax(&scores.log_prob.reshape((positions, n))?, lists.mask())?;
-        Ok(SetLogProbs { log_probs, column_ids: ColumnIds::Each(Arc::new(lists)), leaves: scores.leaves })
+        Ok(SetLogProbs { log_probs, column_ids: ColumnIds::Each(Arc::new(lists)) })
     }
 
     /// Computes the log-probabilities of all ids and renormalises them. A single softmax computes only those of the ids
@@ -100,19 +97,18 @@ impl SetLogProbs {
         let union = match restriction {
             Restriction::All => {
                 let log_probs = matrix(mixture)?;
-                return Ok(SetLogProbs { log_probs, column_ids: ColumnIds::All, leaves: Vec::new() });
+                return Ok(SetLogProbs { log_probs, column_ids: ColumnIds::All });
             }
             Restriction::Shared(ids) => ids.clone(),
             Restriction::Each(lists) => lists.union(),
         };
-        let (log_probs, column_ids, leaves) = if is_single(mixture) && union.len() < vocab {
-            let (mixture, leaves) = gathered_softmax(mixture, &union)?;
-            (matrix(&mixture)?, ColumnIds::Shared(union), leaves)
+        let (log_probs, column_ids) = if is_single(mixture) && union.len() < vocab {
+            (matrix(&gathered_softmax(mixture, &union)?)?, ColumnIds::Shared(union))
         } else if let Restriction::Shared(ids) = restriction {
             let index = Tensor::new(ids.as_slice(), mixture.operands().contexts.device())?;
-            (matrix(mixture)?.index_select(&index, 1)?, ColumnIds::Shared(union), Vec::new())
+            (matrix(mixture)?.index_select(&index, 1)?, ColumnIds::Shared(union))
         } else {
-            (matrix(mixture)?, ColumnIds::All, Vec::new())
+            (matrix(mixture)?, ColumnIds::All)
         };
         let n = log_probs.dim(1)?;
         let mask = match restriction {
@@ -125,7 +121,7 @@ impl SetLogProbs {
             }
             Restriction::All | Restriction::Shared(_) => None,
         };
-        Ok(SetLogProbs { log_probs: masked_log_softmax(&log_probs, mask)?, column_ids, leaves })
+        Ok(SetLogProbs { log_probs: masked_log_softmax(&log_probs, mask)?, column_ids })
     }
 
     /// Returns the columns of `n` allowed ids at each position, `[positions, n]`.

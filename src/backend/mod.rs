@@ -195,3 +195,13 @@ pub(crate) fn bias_tanh(z: &Tensor, bias: &Tensor) -> Result<Tensor> {
 pub(crate) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor> {
     on_device!(result.device(), tanh_gradient(result, upstream))
 }
+
+/// Computes the log-softmax of each row of `z + bias` in the accumulation dtype, for `z` `[rows, n]` and `bias` `[n]`.
+pub(crate) fn log_softmax(z: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    on_device!(z.device(), log_softmax(z, bias))
+}
+
+/// Computes the gradient of the argument of the log-softmax in `dtype`, from its result and the gradient of the result.
+pub(crate) fn log_softmax_gradient(result: &Tensor, upstream: &Tensor, dtype: DType) -> Result<Tensor> {
+    on_device!(result.device(), log_softmax_gradient(result, upstream, dtype))
+}

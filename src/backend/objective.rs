@@ -68,6 +68,8 @@ pub(crate) struct LossResults {
     pub(crate) sum: Tensor,
     /// The sum of the weights, which is the denominator of a mean.
     pub(crate) count: Tensor,
+    /// The mean, zero if the count is zero, where the device computes it.
+    pub(crate) mean: Option<Tensor>,
     /// `[positions]`, u8: whether the target is the most probable id; `None` unless the task asks for it.
     pub(crate) is_correct: Option<Tensor>,
     pub(crate) gradients: Gradients,

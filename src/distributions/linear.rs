@@ -36,8 +36,7 @@ pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -
         let (values, derivatives) = (loss.terms)(0..positions, &all.detach())?;
         Ok((values, used(&derivatives)?))
     };
-    let (loss, values) = linear_loss(&used(&all)?, terms, loss.counted.as_ref(), |_| Ok(nll))?;
-    Ok((Loss { other_decoders: scores.leaves.clone(), ..loss }, values))
+    linear_loss(&used(&all)?, terms, loss.counted.as_ref(), |_| Ok(nll))
 }
 
 /// Computes a loss of these log-probabilities of all ids, `[.., vocab]`, of positions with these leading dimensions.

@@ -11,7 +11,6 @@ use crate::error::Result;
 use crate::loss::{CountedPositions, Loss, OutputShape, Request};
 use crate::mixture::{node, Mixture};
 use crate::scores::{candidate_count, LogProbLoss, ScoreLoss, ScoreOptions, Scores};
-use crate::tensors::autograd::Leaf;
 use crate::tensors::checks::check_product;
 use crate::tensors::transfer;
 
@@ -64,9 +63,7 @@ impl Distributions for Mixture {
         if gradients.needs_grad.any() {
             scores = node::attach_scores(scores, gradients, scored)?;
         }
-        let variable = Some(operands.weight.clone()).filter(Tensor::is_variable);
-        let leaves = variable.map(|variable| Leaf { node: scores.id(), variable }).into_iter().collect();
-        Ok(Scores { is_argmax, leaves, ..Scores::from_columns(&scores, token_ids.dims(), leading, options)? })
+        Ok(Scores { is_argmax, ..Scores::from_columns(&scores, token_ids.dims(), leading, options)? })
     }
 
     fn top_k(&self, k: usize) -> Result<TopK> {

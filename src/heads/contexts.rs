@@ -1,14 +1,13 @@
 //! The projection of Yang et al. (2018, arXiv 1711.03953), section 2.3, from a hidden state to K contexts and their
 //! priors by linear maps, and the output layer that mixes K softmaxes of these contexts.
 
-use candle_core::{Tensor, D};
+use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
 use super::config::{ContextActivation, MixtureConfig, MixtureTensors};
 use super::head::Head;
 use super::projection::{Configured, Projection};
 use crate::backend;
-use crate::backend::operands::accumulation_dtype;
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::decoding::Sampler;
 use crate::error::{Error, Result};
@@ -256,20 +255,10 @@ impl Contexts {
 
     /// Computes `log softmax(W h + b)`, `[positions, K]` in the given shape, from hidden states `[positions, hidden]`.
     fn log_priors(&self, states: &Tensor, shape: &[usize]) -> Result<Tensor> {
-        let forward = |z: Tensor, bias: Option<&Tensor>| {
-            let z = match bias {
-                Some(bias) => z.broadcast_add(bias)?,
-                None => z,
-            };
-            let z = z.to_dtype(accumulation_dtype("hidden", z.dtype())?)?;
-            // candle has no maximum of an empty tensor.
-            let is_empty = z.elem_count() == 0;
-            Ok(if is_empty { z } else { candle_nn::ops::log_softmax(&z, D::Minus1)? })
-        };
-        let gradient = |log_priors: &Tensor, upstream: &Tensor| {
-            let total = upstream.sum_keepdim(D::Minus1)?;
-            Ok((upstream - log_priors.exp()?.broadcast_mul(&total)?)?)
-        };
+        let dtype = states.dtype();
+        let forward = |z: Tensor, bias: Option<&Tensor>| backend::log_softmax(&z, bias);
+        let gradient =
+            move |log_priors: &Tensor, upstream: &Tensor| backend::log_softmax_gradient(log_priors, upstream, dtype);
         let operands = LinearOperands { input: states, weight: &self.prior_weight, bias: self.prior_bias.as_ref() };
         linear_layer("priors", operands, shape, backend::matmul, forward, gradient)
     }

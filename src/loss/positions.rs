@@ -73,17 +73,21 @@ impl<'a> Positions<'a> {
     }
 
     /// Reduces the positions' weighted objectives to the value of a loss. `sum` is their sum, `count` is the sum of
-    /// their weights, and `objective` returns all of them, if there is no reduction.
+    /// their weights, `mean` their mean if it is known, and `objective` returns all of them, if there is no reduction.
     pub(crate) fn value(
         &self,
         sum: &Tensor,
         count: &Tensor,
+        mean: Option<&Tensor>,
         objective: impl FnOnce() -> Result<Tensor>,
     ) -> Result<Tensor> {
         match self.options.reduction {
             Reduction::Mean => {
                 if let Some(denominator) = self.options.denominator {
                     return Ok((sum / denominator)?);
+                }
+                if let Some(mean) = mean {
+                    return Ok(mean.clone());
                 }
                 // The value is zero if the count is. Reading either number would wait for the device.
                 let is_zero = count.eq(0f64)?;

@@ -103,7 +103,7 @@ impl<'a> Request<'a> {
         // A weight of zero removes even an infinite loss.
         let objective = weights.ne(0f64)?.where_cond(&(&nll * &weights)?, &zeros)?;
         let (sum, count) = (objective.sum_all()?, weights.sum_all()?);
-        let value = self.positions.value(&sum, &count, || Ok(objective))?;
+        let value = self.positions.value(&sum, &count, None, || Ok(objective))?;
         let value = if options.train { value } else { value.detach() };
         Ok(Loss { is_evaluation: !options.train, ..Loss::new(value, sum, count, nll) })
     }

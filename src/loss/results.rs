@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId, Var};
 
 use crate::error::{Error, Result};
-use crate::tensors::autograd::{self, Leaf};
+use crate::tensors::autograd;
 use crate::tensors::checks::{check_alike, read_ids};
 
 /// The results of a loss, all from one pass. They are tensors, so that the caller decides when to read them: f32, or
@@ -56,10 +56,6 @@ pub struct Loss {
     /// The decoder's rows that a sampled loss read, if requested
     /// ([`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows)); `None` if there are no positions.
     pub decoder_rows: Option<DecoderRows>,
-    /// The decoder's weight, if it is a variable.
-    pub(crate) decoder: Option<Tensor>,
-    /// The decoders of other nodes of the graph that the value depends on, if they are variables.
-    pub(crate) other_decoders: Vec<Leaf>,
     /// The variables of the head that these options or targets leave without a gradient.
     pub(crate) spared: Vec<TensorId>,
     /// The targets, if they are on a GPU, where the loss does not check them.
@@ -138,8 +134,6 @@ impl Loss {
             is_correct: None,
             correct: None,
             decoder_rows: None,
-            decoder: None,
-            other_decoders: Vec::new(),
             spared: Vec::new(),
             unchecked: None,
             is_evaluation: false,
@@ -157,7 +151,7 @@ impl Loss {
     }
 
     /// Computes the gradients of the value with respect to every variable that it depends on. `loss.value.backward()`
-    /// computes the same, with one more copy of the decoder's gradient, the largest.
+    /// computes the same, with one more copy of the gradients of the head's variables.
     ///
     /// A variable whose every path to the value leads through one of candle's fused operations, such as
     /// `candle_nn::RmsNorm`, has no gradient: [`Loss::check_gradients`] names it.
@@ -168,7 +162,7 @@ impl Loss {
     /// it is not an error), if the backward pass of an operation before the head fails, or if memory runs out.
     pub fn backward(&self) -> Result<GradStore> {
         self.check_training()?;
-        autograd::backward(&self.value, None, self.leaves().collect())
+        autograd::backward(&self.value, None)
     }
 
     /// Computes the gradients of the value plus a penalty, as [`Loss::backward`] does, in one pass over the graph that
@@ -208,7 +202,7 @@ impl Loss {
             }
         }
         check_alike("penalty", penalty, "value", &self.value)?;
-        autograd::backward(&self.value, Some(penalty), self.leaves().collect())
+        autograd::backward(&self.value, Some(penalty))
     }
 
     /// Returns an error if this is the loss of an evaluation.
@@ -219,12 +213,6 @@ impl Loss {
             return Err(Error::config("loss", "the loss of a training step, which has gradients", got));
         }
         Ok(())
-    }
-
-    /// Returns the variables whose gradients bypass candle's sum.
-    pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
-        let own = self.decoder.iter().map(|decoder| Leaf { node: self.value.id(), variable: decoder.clone() });
-        own.chain(self.other_decoders.iter().cloned())
     }
 
     /// Reads `sum` and `count` as numbers, in one transfer, which waits for the device.

@@ -1,7 +1,5 @@
 //! The loss of a mixture: over all ids by the fused operation, or over a sample of the vocabulary.
 
-use candle_core::Tensor;
-
 use super::node::{self, needs_grad, KnownGradients};
 use super::sample::Sample;
 use super::{sampled_softmax, shard_loss, Mixture};
@@ -76,7 +74,7 @@ impl Mixture {
         let results = backend::loss(&planned, &Objective::Targets(with_sum))?;
 
         let objectives = || Ok(results.objective.reshape(self.leading.as_slice())?);
-        let value = request.positions.value(&results.sum, &results.count, objectives)?;
+        let value = request.positions.value(&results.sum, &results.count, results.mean.as_ref(), objectives)?;
         let value = if needs_grad.any() {
             let known = now.any().then_some(KnownGradients { gradients: results.gradients, is_sum });
             node::attach_loss(value, gradients, options.positions.reduction, known, move |planned, upstream| {
@@ -95,11 +93,7 @@ impl Mixture {
             value
         };
         let nll = results.nll.reshape(self.leading.as_slice())?;
-        let loss = Loss {
-            decoder: Some(self.operands.weight.clone()).filter(Tensor::is_variable),
-            is_evaluation: !options.train,
-            ..Loss::new(value, results.sum, results.count, nll)
-        };
+        let loss = Loss { is_evaluation: !options.train, ..Loss::new(value, results.sum, results.count, nll) };
         match results.is_correct {
             Some(is_correct) => loss.with_is_correct(is_correct.reshape(self.leading.as_slice())?),
             None => Ok(loss),
@@ -180,7 +174,7 @@ impl Mixture {
         planned: Planned,
         objective: Objective,
     ) -> Result<Loss> {
-        let (value, decoder) = (results.sum.clone(), Some(self.operands.weight.clone()).filter(Tensor::is_variable));
+        let value = results.sum.clone();
         let value = if planned.needs_grad.any() {
             let known = Some(KnownGradients { gradients: results.gradients, is_sum: false });
             node::attach_loss(value, planned, Reduction::Sum, known, move |planned, _| {
@@ -190,6 +184,6 @@ impl Mixture {
             value
         };
         let nll = results.nll.reshape(self.leading.as_slice())?;
-        Ok(Loss { decoder, ..Loss::new(value, results.sum, results.count, nll) })
+        Ok(Loss::new(value, results.sum, results.count, nll))
     }
 }

@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, Reduction};
-use crate::tensors::autograd::{self, Leaf};
+use crate::tensors::autograd;
 use crate::tensors::checks::{check_log_prob_tensor, check_number, check_targets};
 pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
 pub(crate) use chunk_terms::{LogProbLoss, ScoreLoss};
@@ -155,8 +155,6 @@ pub struct Scores {
     /// for: one for the id that `argmax` returns, which is the lowest among equals, and zero for other ids. All are
     /// zero where the distribution is NaN.
     pub is_argmax: Option<Tensor>,
-    /// The variables whose gradients bypass candle's sum, such as the decoder.
-    pub(crate) leaves: Vec<Leaf>,
 }
 
 impl Scores {
@@ -195,7 +193,7 @@ impl Scores {
     /// ```
     pub fn backward(&self, value: &Tensor) -> Result<GradStore> {
         match value.rank() {
-            0 => autograd::backward(value, None, self.leaves.clone()),
+            0 => autograd::backward(value, None),
             _ => Err(Error::shape("value", "a scalar", value.dims())),
         }
     }
@@ -220,10 +218,9 @@ impl Scores {
     /// Makes the scores of one id at each position from the loss of these ids, which has no reduction.
     pub(crate) fn from_loss(loss: Result<Loss>) -> Result<Self> {
         let loss = loss.map_err(|error| error.renamed("targets", "token_ids"))?;
-        let leaves = loss.leaves().collect();
         // `neg` would make a minus zero.
         let log_prob = loss.value.affine(-1.0, 0.0)?;
-        Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct, leaves })
+        Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct })
     }
 
     /// Computes the scores as [`Scores::from_log_probs`] does, from log-probabilities that were rounded to the dtype
@@ -277,7 +274,6 @@ impl Scores {
             entropy: options.entropy.then(|| column(0)).transpose()?,
             log_outside: options.outside.then(|| column(1)).transpose()?,
             is_argmax: None,
-            leaves: Vec::new(),
         })
     }
 }

@@ -7,7 +7,7 @@
 //! nodes.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;
 
 use candle_core::backend::BackendStorage;
@@ -138,7 +138,7 @@ fn float_count(storage: &CpuStorage) -> Option<usize> {
 }
 
 /// The forward methods ignore the operands and return the value that was computed before. The backward method returns the
-/// operands' gradients, detached, except those of leaves, which are diverted.
+/// operands' gradients, detached, except those of variables, which are diverted.
 impl CustomOp3 for PrecomputedNode {
     fn name(&self) -> &'static str {
         self.name
@@ -207,30 +207,21 @@ impl CustomOp3 for PrecomputedNode {
         let detached = |gradient: Option<Tensor>| gradient.map(|gradient| gradient.detach());
         let mut gradients = (self.backward)([a, b, c], value, upstream)?.map(detached);
         for (operand, gradient) in [a, b, c].into_iter().zip(&mut gradients) {
-            divert_leaf_gradient(value, operand, gradient)?;
+            divert_gradient(value, operand, gradient)?;
         }
         let [a, b, c] = gradients;
         Ok((a, b, c))
     }
 }
 
-/// A variable whose gradient from one node bypasses candle's sum.
-#[derive(Clone, Debug)]
-pub(crate) struct Leaf {
-    /// The id of the node's value.
-    pub(crate) node: TensorId,
-    /// The variable, one of the node's operands.
-    pub(crate) variable: Tensor,
-}
-
 /// The state of [`backward`] during candle's backward pass.
 struct BackwardPass {
     /// The loss, from which the gradients start.
     root: TensorId,
-    /// The variable whose gradient from each of these nodes bypasses candle's sum, by the node's value.
-    leaves: HashMap<TensorId, TensorId>,
-    /// The gradients of the leaves so far, by variable.
-    gradients: HashMap<TensorId, Tensor>,
+    /// The nodes of the loss's graph, by value.
+    nodes: HashSet<TensorId>,
+    /// The variables that have had a gradient from one of this crate's nodes, and its sum so far.
+    gradients: HashMap<TensorId, (Tensor, Tensor)>,
 }
 
 thread_local! {
@@ -238,9 +229,10 @@ thread_local! {
 }
 
 /// Computes the gradients of `value + penalty`, two scalars, like candle's `backward`. candle adds every gradient to
-/// zeros, which is a second copy; the gradients of `leaves` bypass that sum. Other nodes are not affected: if both are
-/// rayon jobs, the backward pass of another loss may run on this thread meanwhile.
-pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaves: Vec<Leaf>) -> Result<GradStore> {
+/// zeros, which is a second copy; the gradients that this crate's nodes have for variables bypass that sum. Nodes of
+/// other graphs are not affected: if both are rayon jobs, the backward pass of another loss may run on this thread
+/// meanwhile.
+pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>) -> Result<GradStore> {
     if let Some(penalty) = penalty.filter(|penalty| penalty.sorted_nodes().iter().any(|node| node.id() == value.id())) {
         // The penalty depends on the value too, whose gradient is therefore not one.
         return Ok((value + penalty)?.backward()?);
@@ -252,23 +244,21 @@ pub(crate) fn backward(value: &Tensor, penalty: Option<&Tensor>, leaves: Vec<Lea
             PASS.replace(self.0.take());
         }
     }
-    let variables: HashMap<TensorId, Tensor> =
-        leaves.iter().map(|leaf| (leaf.variable.id(), leaf.variable.clone())).collect();
-    let leaves = leaves.iter().map(|leaf| (leaf.node, leaf.variable.id())).collect();
-    let pass = BackwardPass { root: value.id(), leaves, gradients: HashMap::new() };
-    let _restore = RestoreOuterPass(PASS.replace(Some(pass)));
-    let mut gradients = match penalty {
-        Some(penalty) => (value + penalty)?.backward()?,
-        None => value.backward()?,
+    let total = match penalty {
+        Some(penalty) => (value + penalty)?,
+        None => value.clone(),
     };
-    let leaf_gradients = PASS.with_borrow_mut(|pass| pass.as_mut().map(|pass| std::mem::take(&mut pass.gradients)));
-    for (id, gradient) in leaf_gradients.into_iter().flatten() {
-        let Some(variable) = variables.get(&id) else { continue };
-        let gradient = match gradients.remove(variable) {
+    let nodes = total.sorted_nodes().into_iter().map(Tensor::id).collect();
+    let pass = BackwardPass { root: value.id(), nodes, gradients: HashMap::new() };
+    let _restore = RestoreOuterPass(PASS.replace(Some(pass)));
+    let mut gradients = total.backward()?;
+    let diverted = PASS.with_borrow_mut(|pass| pass.as_mut().map(|pass| std::mem::take(&mut pass.gradients)));
+    for (variable, gradient) in diverted.into_iter().flat_map(HashMap::into_values) {
+        let gradient = match gradients.remove(&variable) {
             Some(from_other_nodes) => (from_other_nodes + gradient)?,
             None => gradient,
         };
-        gradients.insert(variable, gradient);
+        gradients.insert(&variable, gradient);
     }
     Ok(gradients)
 }
@@ -283,22 +273,25 @@ pub(crate) fn is_root(value: &Tensor) -> bool {
     PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))
 }
 
-/// Takes a node's gradient of an operand from candle, and adds it to the pass, if the operand is the node's leaf.
-fn divert_leaf_gradient(value: &Tensor, operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
+/// Takes a node's gradient of an operand from candle, and adds it to the pass, if the operand is a variable and the node
+/// is in the graph of the pass.
+fn divert_gradient(value: &Tensor, operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
+    if !operand.is_variable() {
+        return Ok(());
+    }
     let take_sum = |pass: &mut Option<BackwardPass>| {
-        let pass = pass.as_mut()?;
-        let is_leaf = pass.leaves.get(&value.id()) == Some(&operand.id());
-        is_leaf.then(|| pass.gradients.remove(&operand.id()))
+        let pass = pass.as_mut().filter(|pass| pass.nodes.contains(&value.id()))?;
+        Some(pass.gradients.remove(&operand.id()))
     };
     let Some(sum_so_far) = PASS.with_borrow_mut(take_sum) else { return Ok(()) };
     // The pass is not borrowed here: an operation of candle may run another job of rayon.
     let sum = match (sum_so_far, gradient.take()) {
-        (Some(a), Some(b)) => Some((a + b)?),
-        (a, b) => a.or(b),
+        (Some((_, a)), Some(b)) => Some((a + b)?),
+        (a, b) => a.map(|(_, a)| a).or(b),
     };
     PASS.with_borrow_mut(|pass| {
         if let Some((pass, sum)) = pass.as_mut().zip(sum) {
-            pass.gradients.insert(operand.id(), sum);
+            pass.gradients.insert(operand.id(), (operand.clone(), sum));
         }
     });
     Ok(())

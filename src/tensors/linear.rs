@@ -32,7 +32,7 @@ pub(crate) fn linear_layer(
     let product = matmul(&input.detach(), &weight.detach().t()?)?;
     let result = forward(product, bias.map(Tensor::detach).as_ref())?.reshape(shape)?;
     // A custom operation of candle has three operands.
-    let no_bias = Tensor::zeros(1, input.dtype(), input.device())?;
+    let no_bias = input.detach();
     let operands = [input, weight, bias.unwrap_or(&no_bias)];
     autograd::attach(name, result, operands, move |[input, weight, bias], result, upstream| {
         // candle's Metal backend does not multiply empty matrices.
@@ -42,11 +42,14 @@ pub(crate) fn linear_layer(
         }
         let as_matrix = |tensor: &Tensor| tensor.detach().reshape((input.dim(0)?, ()));
         let dz = gradient(&as_matrix(result)?, &as_matrix(upstream)?)?.to_dtype(input.dtype())?;
-        let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
+        let bias_gradient = || {
+            let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
+            Ok::<_, Error>(matmul(&ones, &dz)?.squeeze(0)?)
+        };
         Ok([
             input.track_op().then(|| matmul(&dz, &weight.detach())).transpose()?,
             weight.track_op().then(|| matmul(&dz.t()?, &input.detach())).transpose()?,
-            bias.track_op().then(|| Ok::<_, Error>(matmul(&ones, &dz)?.squeeze(0)?)).transpose()?,
+            bias.track_op().then(bias_gradient).transpose()?,
         ])
     })
 }

@@ -1,6 +1,6 @@
 //! The log-softmax, as candle's operations compute it, and on the host the log-sum-exp.
 
-use candle_core::{Tensor, D};
+use candle_core::{DType, Tensor, D};
 
 use crate::error::Result;
 
@@ -9,6 +9,25 @@ use crate::error::Result;
 pub(crate) fn log_softmax(rows: &Tensor) -> Result<Tensor> {
     let relative = rows.broadcast_sub(&rows.detach().max_keepdim(D::Minus1)?)?;
     Ok(relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?)
+}
+
+/// Computes the log-softmax of each row of `z + bias`, in f64 for operands in f64 and otherwise in f32, for `z` `[rows, n]`
+/// and `bias` `[n]`. The graph does not know it.
+pub(crate) fn biased(z: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let z = match bias {
+        Some(bias) => z.broadcast_add(bias)?,
+        None => z.clone(),
+    };
+    let z = z.to_dtype(if z.dtype() == DType::F64 { DType::F64 } else { DType::F32 })?;
+    // candle has no maximum of an empty tensor.
+    let is_empty = z.elem_count() == 0;
+    Ok(if is_empty { z } else { candle_nn::ops::log_softmax(&z, D::Minus1)? })
+}
+
+/// Computes the gradient of the argument of the log-softmax in `dtype`, from its result and the gradient of the result.
+pub(crate) fn gradient(result: &Tensor, upstream: &Tensor, dtype: DType) -> Result<Tensor> {
+    let total = upstream.sum_keepdim(D::Minus1)?;
+    Ok((upstream - result.exp()?.broadcast_mul(&total)?)?.to_dtype(dtype)?)
 }
 
 /// Divides rows of log-probabilities by a temperature, and renormalises them.

@@ -15,7 +15,7 @@ use crate::distributions::Distributions;
 use crate::error::Result;
 use crate::heads::{MixtureLayer, RequestLayer};
 use crate::loss::{Loss, LossOptions, Reduction, Request};
-use crate::tensors::autograd::{variable_ids, Leaf};
+use crate::tensors::autograd::variable_ids;
 use crate::tensors::checks::{check_hidden, leading};
 use crate::tensors::transfer::{spread, to_device};
 
@@ -45,12 +45,11 @@ struct LevelLoss {
     value: Tensor,
     /// The negative log-likelihoods of the positions.
     nll: Tensor,
-    leaves: Vec<Leaf>,
 }
 
 impl LevelLoss {
     fn from_loss(loss: Loss) -> Self {
-        LevelLoss { leaves: loss.leaves().collect(), value: loss.value, nll: loss.nll }
+        LevelLoss { value: loss.value, nll: loss.nll }
     }
 }
 
@@ -125,13 +124,12 @@ impl Levels<'_> {
         let mut total = LevelLoss::from_loss(root);
         if !groups.is_empty() {
             let clusters = self.clusters_loss(hidden, &groups, &sorted, &factors, &level_options)?;
-            total.leaves.extend(clusters.leaves);
             total.nll = (total.nll + clusters.nll)?;
             total.value = (total.value + clusters.value)?;
         }
         if is_reduced {
             let loss = request.loss_from_nll(&total.nll)?;
-            Ok(Loss { value: total.value, other_decoders: total.leaves, spared: self.spared(&groups), ..loss })
+            Ok(Loss { value: total.value, spared: self.spared(&groups), ..loss })
         } else {
             Ok(Loss { spared: self.spared(&groups), ..request.loss_from_nll(&total.value)? })
         }
@@ -165,7 +163,6 @@ impl Levels<'_> {
                 Reduction::None => unsort(&clusters.value)?,
                 _ => clusters.value,
             },
-            leaves: clusters.leaves,
         })
     }
 
@@ -227,7 +224,6 @@ impl ClusterGroups<'_> {
                 _ => (left.value + right.value)?,
             },
             nll: Tensor::cat(&[left.nll, right.nll], 0)?,
-            leaves: [left.leaves, right.leaves].concat(),
         })
     }
 }

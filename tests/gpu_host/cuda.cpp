@@ -26,7 +26,8 @@ template <auto function> static machine::Kernel kernel(const char *name) {
 }
 #define KERNELS_FOR(type)                                                                              \
     KERNEL(mixture_log_probs_##type), KERNEL(row_gradient_##type), KERNEL(row_target_gradient_##type), \
-        KERNEL(bias_tanh_##type), KERNEL(tanh_gradient_##type), KERNEL(pad_rows_##type),           \
+        KERNEL(bias_tanh_##type), KERNEL(tanh_gradient_##type), KERNEL(log_softmax_##type),        \
+        KERNEL(log_softmax_gradient_##type), KERNEL(pad_rows_##type),                                  \
         KERNEL(round_rows_##type), KERNEL(row_exponentials_##type), KERNEL(row_factors_##type), KERNEL(scale_rows_##type)
 static const machine::Kernel kernels[] = {
     KERNEL(row_log_sum_exp),

@@ -28,6 +28,7 @@ use crate::backend::operands::Operands;
 use crate::backend::plan::{Plan, Planned};
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
+pub(super) use crate::tensors::log_softmax::{biased as log_softmax, gradient as log_softmax_gradient};
 pub(super) use activation::{bias_tanh, tanh_gradient};
 use objective::divergence;
 pub(super) use operands::dtype::rounded;

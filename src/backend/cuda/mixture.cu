@@ -106,9 +106,10 @@ KERNEL reduction_scales(const float *weights, const float *counts, const float *
     functions::reduction_scales(weights, counts, class_bound, is_mean, constant_scale, scalars, positions, threadIdx.x,
                                 warp_extents);
 }
-KERNEL weigh_losses(const float *weights, const float *losses, float *objectives, float *sum, int positions) {
+KERNEL weigh_losses(const float *weights, const float *losses, const float *count, float *objectives, float *values,
+                    int positions) {
     __shared__ float warp_values[WARPS];
-    functions::weigh_losses(weights, losses, objectives, sum, positions, threadIdx.x, warp_values);
+    functions::weigh_losses(weights, losses, count, objectives, values, positions, threadIdx.x, warp_values);
 }
 KERNEL position_gradient_scales(const float *weights, const float *upstream, const float *common_scale,
                                 const float *largest_weight, float *scales, int positions) {
@@ -135,6 +136,13 @@ KERNEL position_gradient_scales(const float *weights, const float *upstream, con
     }                                                                                                                  \
     KERNEL tanh_gradient_##name(const T *result, const T *upstream, T *gradient, i64 count) {                          \
         functions::tanh_gradient(result, upstream, gradient, count, INDICES);                                          \
+    }                                                                                                                  \
+    KERNEL log_softmax_##name(const T *z, const T *bias, float *result, i64 count, int columns) {                      \
+        functions::log_softmax(z, bias, result, count, columns, INDICES);                                              \
+    }                                                                                                                  \
+    KERNEL log_softmax_gradient_##name(const float *result, const float *upstream, T *gradient, i64 count,             \
+                                       int columns) {                                                                  \
+        functions::log_softmax_gradient(result, upstream, gradient, count, columns, INDICES);                          \
     }                                                                                                                  \
     KERNEL pad_rows_##name(const T *from, T *to, i64 count, i64 rows, int width, int stride, int has_ones) {           \
         functions::pad_rows(from, to, count, rows, width, stride, has_ones, INDICES);                                  \

@@ -199,8 +199,9 @@ kernels! {
     weigh_losses(WeighLossesArguments) {
         weights: Read,
         losses: Read,
+        count: Read,
         objectives: Write,
-        sum: Write,
+        values: Write,
         positions: i32,
     }
     position_gradient_scales(PositionGradientScalesArguments) {
@@ -226,6 +227,20 @@ kernels! {
         upstream: Read,
         gradient: Write,
         count: i64,
+    }
+    log_softmax(LogSoftmaxArguments) {
+        z: Read,
+        bias: Read,
+        result: Write,
+        count: i64,
+        columns: i32,
+    }
+    log_softmax_gradient(LogSoftmaxGradientArguments) {
+        result: Read,
+        upstream: Read,
+        gradient: Write,
+        count: i64,
+        columns: i32,
     }
 }
 

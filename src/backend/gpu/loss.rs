@@ -104,7 +104,7 @@ fn score_loss<G: Gpu>(gpu: &G, planned: &Planned, scored: &Scored, terms: &Score
     };
     let count = Tensor::full(positions as f32, (), device)?;
     let gradients = loss.into_gradients()?;
-    Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients })
+    Ok(LossResults { objective, nll, sum, count, mean: None, is_correct: None, gradients })
 }
 
 /// Computes the loss that `terms` defines on the log-probabilities of all ids, chunk by chunk, and its gradients. The
@@ -117,7 +117,7 @@ fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Re
         let upstream = zeros(&[0, operands.sizes.vocab])?;
         let gradients = log_prob_gradients(gpu, planned, &upstream, Sums::Continued)?.gradients;
         let (objective, nll, sum, count) = (zeros(&[0])?, zeros(&[0])?, zeros(&[])?, zeros(&[])?);
-        return Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients });
+        return Ok(LossResults { objective, nll, sum, count, mean: None, is_correct: None, gradients });
     }
     let (mut values, mut gradients) = (Vec::new(), Vec::new());
     let chunk_loss = |positions: Range<usize>| {
@@ -143,7 +143,7 @@ fn log_prob_loss<G: Gpu>(gpu: &G, planned: &Planned, terms: &LogProbTerms) -> Re
     let (sum, nll) = (objective.sum_all()?, objective.clone());
     let count = Tensor::full(operands.sizes.positions as f32, (), device)?;
     let gradients = joined(gradients)?;
-    Ok(LossResults { objective, nll, sum, count, is_correct: None, gradients })
+    Ok(LossResults { objective, nll, sum, count, mean: None, is_correct: None, gradients })
 }
 
 /// Joins the gradients of chunks into those of all positions: for contexts and log-priors side by side, for the decoder

@@ -15,6 +15,7 @@ use super::kernels::{
 };
 use super::objective::DeviceObjective;
 use super::shared_targets::SharedTargets;
+use super::target_ids::DeviceTargetIds;
 use crate::backend::objective::{GradientSoFar, Gradients, LossResults};
 use crate::backend::operands::{Precision, Sizes};
 use crate::backend::plan::Steps;
@@ -69,6 +70,14 @@ struct DeviceResults {
     argmax: Buffer,
 }
 
+/// The losses of all positions times their weights, and what a reduction makes of them.
+struct Weighed {
+    objectives: Tensor,
+    sum: Tensor,
+    /// The sum over the denominator of the mean.
+    mean: Tensor,
+}
+
 impl<'a, G: Gpu> LossChunks<'a, G> {
     /// Memory for the results and gradients. The weight's gradient starts from `so_far`, if there is one.
     pub(super) fn new(
@@ -111,13 +120,13 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let DeviceResults { nll, losses, argmax } = &self.results;
         let nll = &nll.tensor;
         let targets = self.objective.targets.as_ref();
-        let (objective, sum, count) = match targets {
+        let (objective, sum, count, mean) = match targets {
             Some(targets) => {
-                let (objective, sum) = self.weigh(&targets.weights, losses)?;
-                (objective, sum, targets.count()?)
+                let Weighed { objectives, sum, mean } = self.weigh(targets, losses)?;
+                (objectives, sum, targets.count()?, Some(mean))
             }
             // Without targets, the caller has the log-probabilities, and needs only the gradients.
-            None => (losses.tensor.clone(), losses.tensor.sum_all()?, losses.tensor.zeros_like()?.sum_all()?),
+            None => (losses.tensor.clone(), losses.tensor.sum_all()?, losses.tensor.zeros_like()?.sum_all()?, None),
         };
         let is_correct = match targets {
             // A distribution of NaN has no most probable id. The id of an ignored target is no token's.
@@ -133,26 +142,29 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             nll: nll.narrow(0, 0, positions)?,
             sum,
             count,
+            mean,
             is_correct: is_correct.map(|is_correct| is_correct.narrow(0, 0, positions)).transpose()?,
             gradients: Gradients::default(),
         })
     }
 
-    /// The losses of all positions times their weights, and the sum of these.
-    fn weigh(&self, weights: &Buffer, losses: &Buffer) -> Result<(Tensor, Tensor)> {
+    /// Weighs the losses of all positions.
+    fn weigh(&self, targets: &DeviceTargetIds, losses: &Buffer) -> Result<Weighed> {
         let Chunks { gpu, inputs, logits, .. } = &self.chunks;
         let (positions, device) = (inputs.sizes.positions, logits.tensor.device());
         let objectives = Buffer::unwritten(*gpu, positions, DType::F32, device)?;
-        let sum = Buffer::unwritten(*gpu, 1, DType::F32, device)?;
+        let values = Buffer::unwritten(*gpu, 2, DType::F32, device)?;
         let arguments = WeighLossesArguments {
-            weights: Read(weights.at(0)),
+            weights: Read(targets.weights.at(0)),
             losses: Read(losses.at(0)),
+            count: Read(targets.count_at()),
             objectives: Write(objectives.at(0)),
-            sum: Write(sum.at(0)),
+            values: Write(values.at(0)),
             positions: positions as i32,
         };
         arguments.launch(*gpu, 1)?;
-        Ok((objectives.tensor, sum.tensor.squeeze(0)?))
+        let value = |i| values.tensor.narrow(0, i, 1)?.squeeze(0);
+        Ok(Weighed { mean: value(0)?, sum: value(1)?, objectives: objectives.tensor })
     }
 
     /// The gradient of the logits of own targets, `[positions, K]`.

@@ -26,7 +26,7 @@ mod target_ids;
 #[cfg(all(test, target_os = "linux"))]
 mod testing;
 
-pub(super) use activation::{bias_tanh, tanh_gradient};
+pub(super) use activation::{bias_tanh, log_softmax, log_softmax_gradient, tanh_gradient};
 pub(super) use decoding::{top_k, visit};
 pub(super) use log_probs::{log_probs, scores};
 pub(super) use loss::loss;

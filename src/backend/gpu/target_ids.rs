@@ -92,6 +92,11 @@ impl DeviceTargetIds {
         self.scalar(0)
     }
 
+    /// The address of the denominator of the mean.
+    pub(super) fn count_at(&self) -> u64 {
+        self.scalars.at(0)
+    }
+
     /// One of the scalars of the kernel `reduction_scales`.
     fn scalar(&self, i: usize) -> Result<Tensor> {
         Ok(self.scalars.tensor.narrow(0, i, 1)?.squeeze(0)?)

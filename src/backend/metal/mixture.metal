@@ -208,10 +208,10 @@ KERNEL reduction_scales(device const float *weights, device const float *counts,
     functions::reduction_scales(weights, counts, GIVEN(2, class_bound), is_mean, constant_scale, scalars, positions, tid,
                                 warp_extents);
 }
-KERNEL weigh_losses(device const float *weights, device const float *losses, device float *objectives,
-                    device float *sum, constant int &positions, INDICES) {
+KERNEL weigh_losses(device const float *weights, device const float *losses, device const float *count,
+                    device float *objectives, device float *values, constant int &positions, INDICES) {
     SHARED_ARRAY(float, warp_values, WARPS);
-    functions::weigh_losses(weights, losses, objectives, sum, positions, tid, warp_values);
+    functions::weigh_losses(weights, losses, count, objectives, values, positions, tid, warp_values);
 }
 KERNEL position_gradient_scales(device const float *weights, device const float *upstream,
                                 device const float *common_scale, device const float *largest_weight,
@@ -235,6 +235,14 @@ KERNEL position_gradient_scales(device const float *weights, device const float 
     KERNEL tanh_gradient_##name(device const T *result, device const T *upstream, device T *gradient,                  \
                                 constant i64 &count, INDICES) {                                                        \
         functions::tanh_gradient(result, upstream, gradient, count, block, tid);                                       \
+    }                                                                                                                  \
+    KERNEL log_softmax_##name(device const T *z, device const T *bias, device float *result, constant i64 &count,      \
+                              constant int &columns, INDICES) {                                                        \
+        functions::log_softmax(z, GIVEN(1, bias), result, count, columns, block, tid);                                 \
+    }                                                                                                                  \
+    KERNEL log_softmax_gradient_##name(device const float *result, device const float *upstream, device T *gradient,   \
+                                       constant i64 &count, constant int &columns, INDICES) {                          \
+        functions::log_softmax_gradient(result, upstream, gradient, count, columns, block, tid);                       \
     }
 FOR_TYPE(f32, float)
 FOR_TYPE(f16, Half)

@@ -170,6 +170,7 @@ pub(crate) fn results<F: Accumulator>(
         nll: vector(&nll)?,
         sum: scalar(objective.iter().sum())?,
         count: scalar(count)?,
+        mean: None,
         is_correct: targets.is_some_and(Targets::needs_correct).then(is_correct).transpose()?,
         gradients: gradients.into_tensors(sizes, planned.needs_grad)?,
     })

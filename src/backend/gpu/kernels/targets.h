@@ -42,9 +42,11 @@ FUNCTION void reduction_scales(GLOBAL const float *weights, GLOBAL const float *
 }
 
 // One block: multiplies the loss of each position by its weight, and computes the sum of these objectives. A position
-// without weight has none, even if its loss is infinite or NaN.
-FUNCTION void weigh_losses(GLOBAL const float *weights, GLOBAL const float *losses, GLOBAL float *objectives,
-                           GLOBAL float *sum, int positions, uint tid, SHARED float *warp_values) {
+// without weight has none, even if its loss is infinite or NaN. The two `values` are the mean, which is the sum
+// divided by `count`, or zero if that is zero; and the sum.
+FUNCTION void weigh_losses(GLOBAL const float *weights, GLOBAL const float *losses, GLOBAL const float *count,
+                           GLOBAL float *objectives, GLOBAL float *values, int positions, uint tid,
+                           SHARED float *warp_values) {
     float part = 0.f;
     for (int t = tid; t < positions; t += BLOCK) {
         const float objective = weighted(weights[t], losses[t]);
@@ -52,7 +54,9 @@ FUNCTION void weigh_losses(GLOBAL const float *weights, GLOBAL const float *loss
         part += objective;
     }
     part = block_reduce(part, tid, warp_values);
-    if (tid == 0) *sum = part;
+    if (tid != 0) return;
+    values[0] = *count == 0.f ? 0.f : part / *count;
+    values[1] = part;
 }
 
 // One thread per position: computes the scale of its gradients, divided by `common_scale` and by `largest_weight`.

@@ -142,7 +142,14 @@ impl Case {
         let got = gpu::loss(gpu, &self.plan(gpu), &objective(DType::F32)).unwrap();
         let mut pairs = gradient_pairs(got.gradients, truth.gradients);
         if matches!(true_objective, Objective::Targets(_)) {
+            let number = |tensor: &Tensor| tensor.to_scalar::<f32>().unwrap();
+            let mean = match (number(&got.sum), number(&got.count)) {
+                (_, 0.0) => 0.0,
+                (sum, count) => sum / count,
+            };
+            let mean = Tensor::new(mean, &Device::Cpu).unwrap();
             pairs.extend([
+                ("mean", got.mean, Some(mean)),
                 ("objective", Some(got.objective), Some(truth.objective)),
                 ("nll", Some(got.nll), Some(truth.nll)),
                 ("sum", Some(got.sum), Some(truth.sum)),

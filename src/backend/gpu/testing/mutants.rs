@@ -8,9 +8,10 @@ use super::*;
 use crate::backend::gpu;
 use crate::backend::objective::{Objective, TargetLoss};
 use crate::loss::{LossOptions, Reduction};
+use crate::tensors::log_softmax;
 
 /// Plausible mistakes in the source that both languages share.
-const SHARED_MUTATIONS: [(&str, &str); 42] = [
+const SHARED_MUTATIONS: [(&str, &str); 47] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
     ("if (rows.own_logits && id >= 0) sum.add({rows.own_logits[r], 1.f});", ""),
@@ -19,6 +20,11 @@ const SHARED_MUTATIONS: [(&str, &str); 42] = [
     ("- unit * objective.scale(t) * hard_mass;", ";"),
     ("widened(z + first + i) + widened(bias + i)", "widened(z + first + i)"),
     ("g - y * y * g", "g"),
+    ("bias ? widened(z + i) + widened(bias + i) : widened(z + i)", "widened(z + i)"),
+    ("log_sum = logarithm(sum.sum);", "log_sum = 0.f;"),
+    ("total = warp_reduce(total);\n", ""),
+    ("upstream[i] - exponential(result[i]) * total", "upstream[i] - exponential(result[i])"),
+    ("part / *count", "part"),
     ("extent.sum == 0.f ? 0.f : 1.f / extent.sum", "1.f"),
     ("const float objective = weighted(weights[t], losses[t]);", "const float objective = losses[t];"),
     ("id / 4 % BLOCK == (int)tid", "id % BLOCK == (int)tid"),
@@ -146,6 +152,17 @@ fn wrong_kernels_are_caught() {
                 let gradient = gpu::tanh_gradient(gpu, &operand(&exact), &operand(&upstream)).unwrap();
                 exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
             };
+            let priors_are_wrong = || {
+                let [z, upstream] = [1, 2].map(|seed| random(seed, &[9, 40], 1.0));
+                let bias = random(3, &[40], 1.0);
+                let operand = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap();
+                let exact = log_softmax::biased(&z, Some(&bias)).unwrap();
+                let found = gpu::log_softmax(gpu, &operand(&z), Some(&operand(&bias))).unwrap();
+                let exact_gradient = log_softmax::gradient(&exact, &upstream, DType::F64).unwrap();
+                let (exact_f32, upstream) = (operand(&exact), operand(&upstream));
+                let gradient = gpu::log_softmax_gradient(gpu, &exact_f32, &upstream, DType::F32).unwrap();
+                exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
+            };
             // Only CUDA launches these kernels.
             let late_logits_are_wrong = || {
                 let is_wrong = |&logits| exceeds(error_of_a_late_logit(gpu, logits, 2048), 1e-2);
@@ -153,6 +170,7 @@ fn wrong_kernels_are_caught() {
             };
             score_cases.iter().any(scores_are_wrong)
                 || activation_is_wrong()
+                || priors_are_wrong()
                 || late_logits_are_wrong()
                 || cases.iter().any(is_wrong)
                 || log_probs_are_wrong()

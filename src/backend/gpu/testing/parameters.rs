@@ -3,11 +3,12 @@
 use super::*;
 
 use crate::backend::gpu::kernels::{
-    BiasTanhArguments, KernelArguments, LogPriorGradientsArguments, MixtureLogProbsArguments, PadRowsArguments,
-    PositionGradientScalesArguments, PositionLossArguments, PositionMassesArguments, PositionScoresArguments,
-    PositionTargetsArguments, ReductionScalesArguments, RoundRowsArguments, RowExponentialsArguments,
-    RowFactorsArguments, RowGradientArguments, RowLogSumExpArguments, RowSoftMassArguments, RowTargetGradientArguments,
-    ScaleRowsArguments, TanhGradientArguments, TopKArguments, WeighLossesArguments,
+    BiasTanhArguments, KernelArguments, LogPriorGradientsArguments, LogSoftmaxArguments, LogSoftmaxGradientArguments,
+    MixtureLogProbsArguments, PadRowsArguments, PositionGradientScalesArguments, PositionLossArguments,
+    PositionMassesArguments, PositionScoresArguments, PositionTargetsArguments, ReductionScalesArguments,
+    RoundRowsArguments, RowExponentialsArguments, RowFactorsArguments, RowGradientArguments, RowLogSumExpArguments,
+    RowSoftMassArguments, RowTargetGradientArguments, ScaleRowsArguments, TanhGradientArguments, TopKArguments,
+    WeighLossesArguments,
 };
 use crate::backend::metal::f32_products::{InnerProductsArguments, WidenArguments};
 
@@ -76,6 +77,8 @@ fn the_parameters_of_the_kernels_are_the_fields_of_their_structures() {
     check::<WeighLossesArguments>();
     check::<BiasTanhArguments>();
     check::<TanhGradientArguments>();
+    check::<LogSoftmaxArguments>();
+    check::<LogSoftmaxGradientArguments>();
     check_in::<PadRowsArguments>(Language::Cuda);
     check_in::<RoundRowsArguments>(Language::Cuda);
     check_in::<RowExponentialsArguments>(Language::Cuda);

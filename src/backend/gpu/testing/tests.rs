@@ -13,6 +13,7 @@ use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Tas
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::ranking::TopKQuery;
 use crate::loss::{LossOptions, Precision, Reduction};
+use crate::tensors::log_softmax;
 
 #[test]
 fn losses_and_gradients_equal_those_of_the_cpu_in_f64() {
@@ -83,6 +84,47 @@ fn the_activation_and_its_gradient_equal_those_in_f64() {
                 assert!(error(&found, &exact) <= tolerance, "the gradient, {dtype:?} {rows} {columns}");
             }
         }
+    }
+}
+
+#[test]
+fn the_log_softmax_and_its_gradient_equal_those_in_f64() {
+    for gpu in EmulatedGpu::all() {
+        for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::F16, 1e-3), (DType::BF16, 1e-2)] {
+            for (rows, columns) in [(3, 5), (20, 15), (9, 100), (1, 1), (0, 4), (3, 0)] {
+                let operand = |seed, shape: &[usize]| random(seed, shape, 20.0).to_dtype(dtype).unwrap();
+                let (z, bias) = (operand(1, &[rows, columns]), operand(2, &[columns]));
+                let upstream = random(3, &[rows, columns], 1.0);
+                let exact = |tensor: &Tensor| tensor.to_dtype(DType::F64).unwrap();
+                for bias in [Some(&bias), None] {
+                    let expected = log_softmax::biased(&exact(&z), bias.map(exact).as_ref()).unwrap();
+                    let found = gpu::log_softmax(&gpu, &z, bias).unwrap();
+                    assert_eq!((found.dims(), found.dtype()), (&[rows, columns][..], DType::F32));
+                    assert!(error(&found, &expected) <= 1e-6, "{dtype:?} {rows} {columns}");
+                    let expected = log_softmax::gradient(&exact(&found), &upstream, DType::F64).unwrap();
+                    let upstream = upstream.to_dtype(DType::F32).unwrap();
+                    let found = gpu::log_softmax_gradient(&gpu, &found, &upstream, dtype).unwrap();
+                    assert_eq!((found.dims(), found.dtype()), (&[rows, columns][..], dtype));
+                    assert!(error(&found, &expected) <= tolerance, "the gradient, {dtype:?} {rows} {columns}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_mean_of_no_count_is_zero() {
+    for gpu in EmulatedGpu::all() {
+        let case = Case { options: LossOptions::new(), ..case(3, 2, 4, 9) };
+        let weightless = |dtype| match case.objective(dtype) {
+            Objective::Targets(loss) => Objective::Targets(TargetLoss {
+                position_weights: loss.position_weights.map(|w| w.zeros_like().unwrap()),
+                ..loss
+            }),
+            objective => objective,
+        };
+        let results = gpu::loss(&gpu, &case.plan(&gpu), &weightless(DType::F32)).unwrap();
+        assert_eq!(results.mean.unwrap().to_scalar::<f32>().unwrap(), 0.0);
     }
 }
 

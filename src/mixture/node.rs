@@ -1,7 +1,7 @@
 //! The node of a mixture's loss, log-probabilities or scores in candle's graph.
 //!
-//! candle's custom operations take three operands. Those of a mixture are the contexts, the decoder's weight, and one
-//! vector into which the log-priors, the adapter and the bias are packed, because they are small.
+//! candle's custom operations take three operands. Those of a mixture are the contexts, the decoder's weight, and one that
+//! stands for the log-priors, the adapter and the bias (`tensors/joined.rs`).
 
 use std::sync::Mutex;
 
@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::loss::Reduction;
 use crate::tensors::autograd::{attach, is_root};
 use crate::tensors::checks::check_number;
+use crate::tensors::joined::join;
 
 /// The gradients of a value, if they are known before the backward pass.
 pub(super) struct KnownGradients {
@@ -87,50 +88,40 @@ fn attach_mixture(
     gradients: impl Fn(&Planned, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let Planned { operands, needs_grad, .. } = &planned;
-    // Only operands that need a gradient are packed: the others must not appear in the GradStore.
-    let accumulation = accumulation_dtype("contexts", operands.contexts.dtype())?;
-    let needed = |is_needed: bool, operand: &Option<Tensor>| operand.clone().filter(|_| is_needed);
-    let packed = pack(
-        [
-            needed(needs_grad.log_priors, &operands.log_priors),
-            needed(needs_grad.adapter, &operands.adapter),
-            needed(needs_grad.bias, &operands.bias),
-        ]
-        .map(|operand| operand.map(|operand| operand.to_dtype(accumulation)).transpose()),
-    )?;
-    let packed = match packed {
-        Some(packed) => packed,
-        None => Tensor::zeros(1, operands.contexts.dtype(), operands.contexts.device())?,
-    };
-    let (contexts, weight) = (operands.contexts.clone(), operands.weight.clone());
+    let Operands { contexts, weight, log_priors, adapter, bias, .. } = operands;
+    // An operand that needs no gradient must not appear in the GradStore.
+    let trained = [
+        log_priors.as_ref().filter(|_| needs_grad.log_priors),
+        adapter.as_ref().filter(|_| needs_grad.adapter),
+        bias.as_ref().filter(|_| needs_grad.bias),
+    ];
+    let dtypes = [contexts, weight].map(Tensor::dtype);
+    let trained_dtypes = trained.map(|operand| operand.map(Tensor::dtype));
+    let (joined, joined_gradients) = join("operands of the mixture", trained, contexts)?;
+    let (contexts, weight) = (contexts.clone(), weight.clone());
     // The operands are detached, because the node must not keep their graph alive.
     let planned = planned.detach();
-    attach("mixture", value, [&contexts, &packed, &weight], move |_, value, upstream| {
+    attach("mixture", value, [&contexts, &joined, &weight], move |_, value, upstream| {
         let gradients = gradients(&planned, value, upstream)?;
-        let packed = pack([gradients.log_priors, gradients.adapter, gradients.bias].map(Ok))?;
         // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before, too): a
         // loss scale then saves small gradients in f16.
-        let dtype = planned.operands.contexts.dtype();
-        let round = |gradient: Option<Tensor>| {
+        let round = |gradient: Option<Tensor>, dtype: Option<DType>| {
             // candle's GPU backends do not convert empty tensors.
-            let round = |g: Tensor| match g.elem_count() {
+            let round = |(g, dtype): (Tensor, DType)| match g.elem_count() {
                 0 => Ok(Tensor::zeros(g.dims(), dtype, g.device())?),
                 _ => backend::rounded(&g, dtype),
             };
-            gradient.map(round).transpose()
+            gradient.zip(dtype).map(round).transpose()
         };
-        Ok([round(gradients.contexts)?, packed, round(gradients.weight)?])
+        let [log_priors, adapter, bias] = trained_dtypes;
+        let joined_gradient = joined_gradients.leave([
+            round(gradients.log_priors, log_priors)?,
+            round(gradients.adapter, adapter)?,
+            round(gradients.bias, bias)?,
+        ]);
+        let [contexts, weight] = dtypes.map(Some);
+        Ok([round(gradients.contexts, contexts)?, joined_gradient, round(gradients.weight, weight)?])
     })
-}
-
-/// Joins the tensors that are there in one vector.
-fn pack(tensors: [candle_core::Result<Option<Tensor>>; 3]) -> Result<Option<Tensor>> {
-    let flat = |tensor: Tensor| tensor.flatten_all();
-    let flat: Vec<Tensor> = tensors
-        .into_iter()
-        .filter_map(|tensor| Some(tensor.transpose()?.and_then(flat)))
-        .collect::<candle_core::Result<_>>()?;
-    Ok(if flat.is_empty() { None } else { Some(Tensor::cat(&flat, 0)?) })
 }
 
 impl Gradients {

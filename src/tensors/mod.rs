@@ -6,6 +6,7 @@ pub(crate) mod checks;
 pub(crate) mod dropout;
 pub(crate) mod id_lists;
 pub(crate) mod initial_values;
+pub(crate) mod joined;
 pub(crate) mod linear;
 pub(crate) mod log_softmax;
 pub(crate) mod permutation;

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::tensors::checks::{check_alike, check_dropout, check_elements, check_float, check_product, check_sizes};
 use crate::tensors::dropout::DropoutMasks;
 use crate::tensors::initial_values::linear_init;
-use crate::tensors::linear::{linear_layer, LinearOperands};
+use crate::tensors::linear::{as_matrix, linear_layer, LinearOperands};
 use crate::tensors::permutation::inverse;
 
 /// A mixture of K softmaxes, each with its own context:
@@ -115,7 +115,7 @@ impl Projection for Contexts {
     /// Computes contexts and log-priors; the log-priors are in f32 for half-precision states.
     fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
         let leading = &hidden.dims()[..hidden.rank() - 1];
-        let states = hidden.reshape(((), self.hidden_size()))?;
+        let states = as_matrix(hidden)?;
         let log_priors = self.log_priors(&states, &[leading, &[self.components()]].concat())?;
         let mut contexts = self.contexts(&states, &[leading, &[self.components(), self.context_dim()]].concat())?;
         if let Some(mask) = dropout.locked_mask(&contexts, self.dropout)? {
@@ -126,7 +126,7 @@ impl Projection for Contexts {
 
     /// Draws a component at each position, and computes the contexts of these components only.
     fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
-        let states = hidden.reshape(((), self.hidden_size()))?;
+        let states = as_matrix(hidden)?;
         let log_priors = self.log_priors(&states, &[states.dim(0)?, self.components()])?;
         Ok(Some(self.drawn_contexts(hidden, &sampler.draw_components(&log_priors.detach(), log_priors.dtype())?)?))
     }
@@ -211,7 +211,7 @@ impl Contexts {
     /// `[.., hidden]`. Not differentiable.
     fn drawn_contexts(&self, hidden: &Tensor, drawn: &[u32]) -> Result<Tensor> {
         let shape = [&hidden.dims()[..hidden.rank() - 1], &[1, self.context_dim()]].concat();
-        let states = hidden.reshape(((), self.hidden_size()))?.detach();
+        let states = as_matrix(hidden)?.detach();
         // `order` has the positions sorted by component, and `places` is the inverse permutation.
         let mut order: Vec<u32> = (0..drawn.len() as u32).collect();
         order.sort_by_key(|&position| drawn[position as usize]);

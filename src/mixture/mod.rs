@@ -104,7 +104,10 @@ impl Mixture {
                 }
                 check_device("log_priors", log_priors, contexts)?;
                 accumulation_dtype("log_priors", log_priors.dtype())?;
-                Some(log_priors.reshape((positions, components))?.to_dtype(accumulation)?.contiguous()?)
+                // Not even a reshape, as for the contexts below.
+                let rows =
+                    if log_priors.rank() == 2 { log_priors } else { &log_priors.reshape((positions, components))? };
+                Some(rows.to_dtype(accumulation)?.contiguous()?)
             }
         };
         let bias = match bias {

@@ -1,7 +1,7 @@
 //! Linear layers with their activations as nodes of candle's graph that keep only their results: the projections of
 //! hidden states to contexts and priors, the first factor of a low-rank adapter, the projections of clusters.
 
-use candle_core::Tensor;
+use candle_core::{Tensor, D};
 
 use super::autograd;
 use crate::error::{Error, Result};
@@ -15,6 +15,15 @@ pub(crate) struct LinearOperands<'a> {
     pub(crate) weight: &'a Tensor,
     /// `[outputs]`
     pub(crate) bias: Option<&'a Tensor>,
+}
+
+/// Returns hidden states `[.., inputs]` as a matrix. One is returned as it is: candle would copy the gradient of a node that
+/// changes the shape.
+pub(crate) fn as_matrix(hidden: &Tensor) -> Result<Tensor> {
+    match hidden.rank() {
+        2 => Ok(hidden.clone()),
+        _ => Ok(hidden.reshape(((), hidden.dim(D::Minus1)?))?),
+    }
 }
 
 /// Computes a linear layer and its activation, `forward(W h, b)`, as one node of the graph, which keeps only its
@@ -40,8 +49,8 @@ pub(crate) fn linear_layer(
             let zeros = |operand: &Tensor| operand.track_op().then(|| operand.zeros_like()).transpose();
             return Ok([zeros(input)?, zeros(weight)?, zeros(bias)?]);
         }
-        let as_matrix = |tensor: &Tensor| tensor.detach().reshape((input.dim(0)?, ()));
-        let dz = gradient(&as_matrix(result)?, &as_matrix(upstream)?)?.to_dtype(input.dtype())?;
+        let rows = |tensor: &Tensor| tensor.detach().reshape((input.dim(0)?, ()));
+        let dz = gradient(&rows(result)?, &rows(upstream)?)?.to_dtype(input.dtype())?;
         let bias_gradient = || {
             let ones = Tensor::ones((1, dz.dim(0)?), dz.dtype(), dz.device())?;
             Ok::<_, Error>(matmul(&ones, &dz)?.squeeze(0)?)

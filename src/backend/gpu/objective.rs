@@ -40,7 +40,10 @@ impl LogitsFactors {
     /// The factors whose product is `factor` times the scale of the logits. In half precision the products divide by
     /// `unit`, which the kernels have multiplied by.
     fn new<G: Gpu>(gpu: &G, dtype: DType, factor: &Tensor, unit: f32, logit_scale: f64) -> Result<Self> {
-        let buffer = |scale: f64| Ok::<_, Error>(Some(Buffer::new(gpu, factor.affine(scale, 0.0)?)?));
+        let buffer = |scale: f64| {
+            let factor = if scale == 1.0 { factor.clone() } else { factor.affine(scale, 0.0)? };
+            Ok::<_, Error>(Some(Buffer::new(gpu, factor)?))
+        };
         Ok(match dtype {
             DType::F32 => LogitsFactors { kernel: buffer(logit_scale)?, products: None },
             _ => LogitsFactors { kernel: None, products: buffer(logit_scale / f64::from(unit))? },

@@ -18,6 +18,7 @@ use candle_core::Tensor;
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
+use crate::tensors::autograd::converted;
 use crate::tensors::checks::{check_alike, check_device, check_elements, check_logits, check_sizes, check_vocab};
 use crate::tensors::transfer;
 pub(crate) use distill::{DistillLoss, Distillation};
@@ -118,7 +119,7 @@ impl Mixture {
                 }
                 check_device("bias", bias, contexts)?;
                 accumulation_dtype("bias", bias.dtype())?;
-                Some(bias.to_dtype(accumulation)?.contiguous()?)
+                Some(converted(bias, accumulation)?.contiguous()?)
             }
         };
         Ok(Mixture {

@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp3, InplaceOp1, Layout, MetalStorage, Shape, Storage, Tensor, TensorId, Var,
+    CpuStorage, CudaStorage, CustomOp3, DType, InplaceOp1, Layout, MetalStorage, Shape, Storage, Tensor, TensorId, Var,
     WithDType,
 };
 
@@ -38,6 +38,17 @@ where
         c,
         PrecomputedNode { name, shape, value: Mutex::new(Some(value)), backward: Box::new(backward) },
     )?)
+}
+
+/// Converts a tensor to a dtype, as a node of its own if that changes anything.
+pub(crate) fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    if tensor.dtype() == dtype {
+        return Ok(tensor.clone());
+    }
+    let (value, unused) = (tensor.detach().to_dtype(dtype)?, tensor.detach());
+    attach("conversion", value, [tensor, &unused, &unused], |[tensor, ..], _, upstream| {
+        Ok([Some(upstream.to_dtype(tensor.dtype())?), None, None])
+    })
 }
 
 /// Computes the gradients of a node's operands from the operands, the node's value and its gradient.

@@ -21,7 +21,7 @@ pub(crate) struct LinearOperands<'a> {
 /// changes the shape.
 pub(crate) fn as_matrix(hidden: &Tensor) -> Result<Tensor> {
     match hidden.rank() {
-        2 => Ok(hidden.clone()),
+        2 => Ok(hidden.contiguous()?),
         _ => Ok(hidden.reshape(((), hidden.dim(D::Minus1)?))?),
     }
 }

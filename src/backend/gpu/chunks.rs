@@ -6,10 +6,9 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{LogitsArgument, ObjectiveArgument, Read, RowsArgument, Write};
-use super::columns::DeviceColumns;
+use super::columns::{product_dtype, DeviceColumns};
 use super::device::{Buffer, DeviceProduct, Gpu};
 use super::kernels::{KernelArguments, MixtureLogProbsArguments, RowLogSumExpArguments, TopKArguments};
-use super::plan::product_dtype;
 use crate::backend::operands::Sizes;
 use crate::backend::plan::Planned;
 use crate::backend::shard::VocabShard;

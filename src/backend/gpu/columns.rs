@@ -8,8 +8,7 @@ use candle_core::{DType, Tensor, D};
 use super::arguments::{Read, Write};
 use super::device::{Buffer, DeviceMatrix, Gpu, WARPS};
 use super::kernels::{KernelArguments, PadRowsArguments, RoundRowsArguments, ScaleRowsArguments};
-use super::plan::product_dtype;
-use crate::backend::operands::{Operands, Sizes};
+use crate::backend::operands::{Operands, Precision, Sizes};
 use crate::backend::plan::Planned;
 use crate::error::Result;
 
@@ -18,6 +17,14 @@ use crate::error::Result;
 pub(super) const LEAST_PADDED_ROWS: usize = 256;
 /// The rows, relative to the columns, from which on copies are worth their time for the bias's gradient alone.
 const ROWS_PER_COLUMN: usize = 8;
+
+/// The dtype of the contexts and the decoder as operands of products, for operands with the precision of a plan.
+pub(super) fn product_dtype(operands: &Operands) -> DType {
+    match operands.precision {
+        Precision::Full => operands.contexts.dtype(),
+        Precision::Bf16Products => DType::BF16,
+    }
+}
 
 /// Some columns of the contexts and of the decoder: those of the weight, or those of the adapter.
 pub(super) struct DeviceColumns {

@@ -3,8 +3,8 @@
 use candle_core::{DType, Tensor};
 
 use super::arguments::{LossTermsArgument, ObjectiveArgument};
+use super::columns::product_dtype;
 use super::device::{Buffer, Gpu};
-use super::plan::product_dtype;
 use super::target_ids::{DeviceTargetIds, GradientScales};
 use crate::backend::objective::{LossTerms, Scored, TargetLoss};
 use crate::backend::operands::{Operands, Sizes};
@@ -40,10 +40,7 @@ impl LogitsFactors {
     /// The factors whose product is `factor` times the scale of the logits. In half precision the products divide by
     /// `unit`, which the kernels have multiplied by.
     fn new<G: Gpu>(gpu: &G, dtype: DType, factor: &Tensor, unit: f32, logit_scale: f64) -> Result<Self> {
-        let buffer = |scale: f64| {
-            let factor = if scale == 1.0 { factor.clone() } else { factor.affine(scale, 0.0)? };
-            Ok::<_, Error>(Some(Buffer::new(gpu, factor)?))
-        };
+        let buffer = |scale: f64| Ok::<_, Error>(Some(Buffer::new(gpu, factor.affine(scale, 0.0)?)?));
         Ok(match dtype {
             DType::F32 => LogitsFactors { kernel: buffer(logit_scale)?, products: None },
             _ => LogitsFactors { kernel: None, products: buffer(logit_scale / f64::from(unit))? },

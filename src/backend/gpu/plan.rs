@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::chunks::ROW_ALIGN;
-use super::columns::LEAST_PADDED_ROWS;
+use super::columns::{product_dtype, LEAST_PADDED_ROWS};
 use super::device::{Gpu, GpuKind, MEMORY_SHARE};
 use super::device_scores::values_per_position;
 use crate::backend::objective::Task;
@@ -78,13 +78,5 @@ fn precision(kind: &GpuKind, operands: &Operands, task: &Task) -> Precision {
         operands.precision
     } else {
         Precision::Full
-    }
-}
-
-/// The dtype of the contexts and the decoder as operands of products, for operands with the precision of a plan.
-pub(super) fn product_dtype(operands: &Operands) -> DType {
-    match operands.precision {
-        Precision::Full => operands.contexts.dtype(),
-        Precision::Bf16Products => DType::BF16,
     }
 }

@@ -271,6 +271,10 @@ pub enum OptionName {
     Ancestral,
     /// [`Sampling::component_temperature`](crate::decode::Sampling::component_temperature)
     ComponentTemperature,
+    /// [`LossOptions::precision`](crate::LossOptions::precision)
+    Precision,
+    /// [`Decoder::from_quantised`](crate::parts::Decoder::from_quantised)
+    QuantisedRows,
 }
 
 impl fmt::Display for OptionName {
@@ -294,6 +298,8 @@ impl fmt::Display for OptionName {
             OptionName::Reduction => "reduction",
             OptionName::Ancestral => "ancestral",
             OptionName::ComponentTemperature => "component_temperature",
+            OptionName::Precision => "precision",
+            OptionName::QuantisedRows => "quantised rows",
         })
     }
 }

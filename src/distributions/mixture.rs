@@ -64,8 +64,8 @@ impl Distributions for Mixture {
         if gradients.needs_grad.any() {
             scores = node::attach_scores(scores, gradients, scored)?;
         }
-        let variable = Some(operands.weight.clone()).filter(Tensor::is_variable);
-        let leaves = variable.map(|variable| Leaf { node: scores.id(), variable }).into_iter().collect();
+        let leaves =
+            operands.weight.variable().map(|variable| Leaf { node: scores.id(), variable }).into_iter().collect();
         Ok(Scores { is_argmax, leaves, ..Scores::from_columns(&scores, token_ids.dims(), leading, options)? })
     }
 

@@ -11,6 +11,7 @@ use crate::backend;
 use crate::backend::objective::{Gradients, Objective, Scored};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
 use crate::backend::plan::Planned;
+use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 use crate::loss::Reduction;
 use crate::tensors::autograd::{attach, is_root};
@@ -102,7 +103,12 @@ fn attach_mixture(
         Some(packed) => packed,
         None => Tensor::zeros(1, operands.contexts.dtype(), operands.contexts.device())?,
     };
-    let (contexts, weight) = (operands.contexts.clone(), operands.weight.clone());
+    let contexts = operands.contexts.clone();
+    let weight = match &operands.weight {
+        Weight::Dense(weight) => weight.clone(),
+        // Quantised rows are no operand of the graph.
+        Weight::Quantised(_) => Tensor::zeros(1, contexts.dtype(), contexts.device())?,
+    };
     // The operands are detached, because the node must not keep their graph alive.
     let planned = planned.detach();
     attach("mixture", value, [&contexts, &packed, &weight], move |_, value, upstream| {

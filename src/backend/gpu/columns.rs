@@ -42,7 +42,8 @@ impl DeviceColumns {
     pub(super) fn all<G: Gpu>(gpu: &G, planned: &Planned) -> Result<Vec<Self>> {
         let operands = &planned.operands;
         let split = operands.adapter_columns()?.start;
-        let parts = [(0..split, Some(&operands.weight)), (operands.adapter_columns()?, operands.adapter.as_ref())];
+        let parts =
+            [(0..split, Some(operands.weight.tensor()?)), (operands.adapter_columns()?, operands.adapter.as_ref())];
         let padding = Padding::new(gpu, planned, split);
         let columns = |(columns, decoder): (Range<usize>, Option<&Tensor>)| {
             let decoder = decoder?;

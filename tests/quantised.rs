@@ -34,14 +34,26 @@ fn each(positions: usize, list: impl Fn(u32) -> Vec<u32>) -> Result<AllowedIds> 
     AllowedIds::per_position(&ids, &(0..=positions).map(|t| 3 * t).collect::<Vec<_>>())
 }
 
-/// The head and, beside it, hidden states of its size.
-fn heads(
-    parameters: &Parameters,
-    positions: usize,
-) -> Result<[(Box<dyn MixtureLayer>, Box<dyn MixtureLayer>, Tensor); 2]> {
+/// A head over quantised rows, the same over dequantised ones, and hidden states.
+struct Heads {
+    quantised: Box<dyn MixtureLayer>,
+    dense: Box<dyn MixtureLayer>,
+    hidden: Tensor,
+}
+
+/// The softmax and the mixture of softmaxes.
+fn heads(parameters: &Parameters, positions: usize) -> Result<[Heads; 2]> {
     Ok([
-        (Box::new(parameters.softmax()?), Box::new(parameters.dense_softmax(DType::F32)?), hidden(positions, D)?),
-        (Box::new(parameters.mixture()?), Box::new(parameters.dense_mixture(DType::F32)?), hidden(positions, HIDDEN)?),
+        Heads {
+            quantised: Box::new(parameters.softmax()?),
+            dense: Box::new(parameters.dense_softmax(DType::F32)?),
+            hidden: hidden(positions, D)?,
+        },
+        Heads {
+            quantised: Box::new(parameters.mixture()?),
+            dense: Box::new(parameters.dense_mixture(DType::F32)?),
+            hidden: hidden(positions, HIDDEN)?,
+        },
     ])
 }
 
@@ -94,7 +106,7 @@ fn every_result_is_that_of_the_dequantised_rows() -> Result<()> {
     for dtype in TYPES {
         let parameters = Parameters::random(dtype, VOCAB, D)?;
         for positions in [3, 80] {
-            for (quantised, dense, hidden) in heads(&parameters, positions)? {
+            for Heads { quantised, dense, hidden } in heads(&parameters, positions)? {
                 let (found, expected) = (results(&*quantised, &hidden)?, results(&*dense, &hidden)?);
                 for ((name, found), (_, expected)) in found.into_iter().zip(expected) {
                     let largest = expected.iter().fold(1.0, |a: f64, b| a.max(b.abs()));
@@ -185,11 +197,11 @@ fn a_position_has_the_same_bits_in_every_batch() -> Result<()> {
     const MOST: usize = 40;
     for dtype in TYPES {
         let parameters = Parameters::random(dtype, VOCAB, D)?;
-        for (head, _, hidden) in heads(&parameters, MOST)? {
-            let all = decoded(&*head, &hidden, 0, MOST)?;
+        for Heads { quantised, hidden, .. } in heads(&parameters, MOST)? {
+            let all = decoded(&*quantised, &hidden, 0, MOST)?;
             for batch in (1..=9).chain([13, 16, 17, 24, 31, 40]) {
                 for first in [0, MOST - batch] {
-                    let found = decoded(&*head, &hidden, first, batch)?;
+                    let found = decoded(&*quantised, &hidden, first, batch)?;
                     assert!(found == all[first..first + batch], "{dtype:?}, {batch} from {first}");
                 }
             }
@@ -202,10 +214,10 @@ fn a_position_has_the_same_bits_in_every_batch() -> Result<()> {
 fn a_position_has_the_same_bits_on_every_number_of_threads() -> Result<()> {
     for dtype in TYPES {
         let parameters = Parameters::random(dtype, VOCAB, D)?;
-        for (head, _, hidden) in heads(&parameters, 20)? {
+        for Heads { quantised, hidden, .. } in heads(&parameters, 20)? {
             let on_threads = |threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-                pool.install(|| decoded(&*head, &hidden, 0, 20))
+                pool.install(|| decoded(&*quantised, &hidden, 0, 20))
             };
             let one = on_threads(1)?;
             for threads in [2, 7] {

@@ -36,7 +36,7 @@ impl Decoder {
     ///
     /// [`Precision::Bf16Products`](crate::Precision::Bf16Products),
     /// [`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows) and a vocabulary that ranks share are
-    /// [`Error::Unsupported`].
+    /// [`Error::Unsupported`](crate::Error::Unsupported).
     ///
     /// # Examples
     ///

@@ -271,6 +271,10 @@ pub enum OptionName {
     Ancestral,
     /// [`Sampling::component_temperature`](crate::decode::Sampling::component_temperature)
     ComponentTemperature,
+    /// [`LossOptions::precision`](crate::LossOptions::precision)
+    Precision,
+    /// [`Decoder::from_quantised`](crate::parts::Decoder::from_quantised)
+    QuantisedRows,
 }
 
 impl fmt::Display for OptionName {
@@ -294,6 +298,8 @@ impl fmt::Display for OptionName {
             OptionName::Reduction => "reduction",
             OptionName::Ancestral => "ancestral",
             OptionName::ComponentTemperature => "component_temperature",
+            OptionName::Precision => "precision",
+            OptionName::QuantisedRows => "quantised rows",
         })
     }
 }
@@ -302,7 +308,8 @@ impl fmt::Display for OptionName {
 const DETACHING: &str = "The loss does not depend on them, or only through an operation of candle without a backward \
     pass, which detaches its result: use RmsNorm::forward_diff in place of forward (ops::rms_norm), \
     ops::layer_norm_slow in place of LayerNorm::forward with a bias (ops::layer_norm), rotary_emb::rope_slow or \
-    rope_i_slow in place of rope, rope_i and rope_thd, and ops::softmax in place of ops::softmax_last_dim and ops::sdpa";
+    rope_i_slow in place of rope, rope_i and rope_thd, ops::softmax in place of ops::softmax_last_dim and ops::sdpa, and \
+    parts::QuantisedLinear in place of quantized::QMatMul";
 
 /// Returns a hint on ignored targets: a negative target, which u32 holds as a number from 2^31 on, usually marks a
 /// position that is to be ignored. Other token ids cannot be ignored, and get no hint.

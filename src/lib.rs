@@ -107,7 +107,7 @@
 //! Fused operations of candle have no backward pass and detach their result in silence: an optimizer leaves the
 //! variables before them as they are. Models of candle-transformers use them. [`Loss::check_gradients`], which is
 //! called once after the first backward pass, returns an error that names the variables without a gradient. In
-//! `candle_nn`:
+//! `candle_nn`, and in `candle_core` the product with a quantised matrix:
 //!
 //! | detaches its result | has a backward pass |
 //! |---|---|
@@ -115,6 +115,7 @@
 //! | `LayerNorm::forward` with a bias, of a contiguous tensor; `ops::layer_norm` | `ops::layer_norm_slow` |
 //! | `rotary_emb::rope`, `rope_i`, `rope_thd` | `rotary_emb::rope_slow`, `rope_i_slow` |
 //! | `ops::softmax_last_dim`, `ops::sdpa` | `ops::softmax`, between matrix products |
+//! | `quantized::QMatMul::forward` of a quantised tensor | [`parts::QuantisedLinear`] |
 //!
 //! # References
 //!

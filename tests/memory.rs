@@ -5,12 +5,14 @@ mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::Arc;
 
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
-use mos_head::decode::{Sampler, Sampling};
+use mos_head::decode::{Sampler, Sampling, TokenRequest};
 use mos_head::parts::{CharCnn, CharCnnConfig, LowRankAdapter, LowRankConfig};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions};
@@ -88,6 +90,7 @@ fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components
     a_frozen_decoder_costs_no_logits_and_no_gradient()?;
     an_adapter_costs_nothing_of_the_decoders_size()?;
     a_transposed_decoder_is_not_copied()?;
+    a_quantised_decoder_is_not_copied()?;
     the_intermediate_results_of_computed_rows_are_within_their_budget()?;
     a_sampled_loss_holds_no_copy_of_all_contexts()?;
     scores_hold_no_logits()?;
@@ -224,6 +227,39 @@ fn a_transposed_decoder_is_not_copied() -> Result<()> {
     loss?;
     let (decoder, limit) = (VOCAB * WIDTH * 4, 16 << 20);
     assert!(peak <= limit, "{peak} bytes; the decoder has {decoder}");
+    Ok(())
+}
+
+/// Neither a loss with the gradients of hidden states and adapter nor decoding makes anything of the rows' size.
+fn a_quantised_decoder_is_not_copied() -> Result<()> {
+    const VOCAB: usize = 40_000;
+    const WIDTH: usize = 512;
+    const BUDGET: usize = 16 << 20;
+    let weight = Arc::new(QTensor::quantize(&Tensor::randn(0f32, 0.1, (VOCAB, WIDTH), &Device::Cpu)?, GgmlDType::Q6K)?);
+    let stored = weight.storage_size_in_bytes();
+    let [a, b] = [(1, WIDTH), (VOCAB, 1)].map(|shape| Var::randn(0f32, 0.1, shape, &Device::Cpu));
+    let (a, b) = (a?, b?);
+    let adapter = LowRankAdapter::from_tensors(a.as_tensor().clone(), b.as_tensor().clone(), 1.0)?;
+    let head = SoftmaxHead::from_quantised(weight, None)?.with_adapter(adapter)?;
+    let hidden = Var::randn(0f32, 1.0, (32, WIDTH), &Device::Cpu)?;
+    let targets = Tensor::from_iter((0..32u32).map(|i| i * 97), &Device::Cpu)?;
+    let options = LossOptions::new().with_workspace_bytes(BUDGET);
+    let step = || head.loss(&hidden, &targets, &options)?.backward();
+    let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(5);
+    let states = hidden.as_detached_tensor();
+    let decode = || head.next_tokens(&states, &[&request; 32]);
+    // The first calls start the threads.
+    step()?;
+    decode()?;
+    let (gradients, peak) = peak_of(step);
+    gradients?;
+    eprintln!("a loss over quantised rows: {peak} bytes; the rows have {stored}");
+    let (limit, rows) = (BUDGET + (4 << 20), VOCAB * WIDTH * 4);
+    assert!(limit < rows / 3 && peak <= limit, "{peak} bytes of {limit}; the rows would have {rows} in f32");
+    let (tokens, peak) = peak_of(decode);
+    tokens?;
+    eprintln!("decoding from quantised rows: {peak} bytes; the rows have {stored}");
+    assert!(peak < 8 << 20, "{peak} bytes");
     Ok(())
 }
 

@@ -7,6 +7,7 @@ use candle_core::Tensor;
 
 use crate::backend;
 use crate::backend::operands::{Operands, Sizes};
+use crate::backend::weight::Weight;
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::tensors::autograd::attach;
@@ -20,9 +21,13 @@ pub(super) fn is_single(mixture: &Mixture) -> bool {
 /// Makes the softmax over `ids`, which are in ascending order without repeats: its id i is `ids[i]`.
 pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32]) -> Result<Mixture> {
     let operands = mixture.operands();
-    let weight = gather_rows(&operands.weight, ids)?;
+    let index = Tensor::new(ids, operands.device())?;
+    let weight = match &operands.weight {
+        Weight::Dense(weight) => gather_rows(weight, ids)?,
+        quantised => quantised.rows(&index)?,
+    };
+    let weight = Weight::Dense(weight);
     let adapter = operands.adapter.as_ref().map(|adapter| gather_rows(adapter, ids)).transpose()?;
-    let index = Tensor::new(ids, operands.weight.device())?;
     let bias = operands.bias.as_ref().map(|bias| bias.index_select(&index, 0)).transpose()?;
     let sizes = Sizes { vocab: ids.len(), ..operands.sizes };
     Ok(mixture.with_operands(Operands { sizes, weight, adapter, bias, ..operands.clone() }))
@@ -51,7 +56,8 @@ pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<Ten
             let (contexts, adapter_contexts) =
                 (context_columns(0, columns.start)?, context_columns(columns.start, columns.end)?);
             let weight_products = list_products(&contexts, &operands.weight, lists)?;
-            (weight_products + list_products(&adapter_contexts, adapter, lists)?)?
+            let adapter = Weight::Dense(adapter.clone());
+            (weight_products + list_products(&adapter_contexts, &adapter, lists)?)?
         }
     };
     let list_bias = |bias: &Tensor| {
@@ -64,14 +70,18 @@ pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<Ten
 
 /// Computes the products of each position's context with the rows of its list, `[positions, longest]`, as a node of the
 /// graph.
-fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &Arc<IdLists>) -> Result<Tensor> {
-    let values = backend::list_products(&contexts.detach(), &matrix.detach(), lists)?;
+fn list_products(contexts: &Tensor, matrix: &Weight, lists: &Arc<IdLists>) -> Result<Tensor> {
+    let (constant, unused) = (matrix.detach(), contexts.detach());
+    let values = backend::list_products(&contexts.detach(), &constant, lists)?;
     let (needs_grad, lists) = ([contexts.track_op(), matrix.track_op()], lists.clone());
-    let operands = [contexts, matrix, &unused_operand(matrix)?];
-    attach("products of lists", values, operands, move |[contexts, matrix, _], _, upstream| {
+    let operands = match matrix {
+        Weight::Dense(matrix) => [contexts, matrix, &unused],
+        Weight::Quantised(_) => [contexts, &unused, &unused],
+    };
+    attach("products of lists", values, operands, move |[contexts, _, _], _, upstream| {
         let upstream = upstream.contiguous()?;
         let [context_gradient, matrix_gradient] =
-            backend::list_product_gradients(&contexts.detach(), &matrix.detach(), &lists, &upstream, needs_grad)?;
+            backend::list_product_gradients(&contexts.detach(), &constant, &lists, &upstream, needs_grad)?;
         Ok([context_gradient, matrix_gradient, None])
     })
 }

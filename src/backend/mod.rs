@@ -12,6 +12,7 @@ mod cpu;
 mod cuda;
 pub(crate) mod distribution;
 pub(crate) mod divergence;
+pub(crate) mod frozen_linear;
 #[cfg(any(feature = "cuda", feature = "metal", all(test, target_os = "linux")))]
 mod gpu;
 #[cfg(any(feature = "metal", all(test, target_os = "linux")))]
@@ -23,9 +24,11 @@ pub(crate) mod objective;
 pub(crate) mod operands;
 pub(crate) mod parallel;
 pub(crate) mod plan;
+pub(crate) mod quantised;
 pub(crate) mod ranking;
 pub(crate) mod shard;
 mod shared_rows;
+pub(crate) mod weight;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -36,7 +39,9 @@ use divergence::DivergenceTerms;
 use objective::{LossResults, Objective, Scored, Task};
 use operands::Operands;
 use plan::Planned;
+use quantised::QuantisedMatrix;
 use shard::VocabShard;
+use weight::Weight;
 
 #[cfg(feature = "nccl")]
 pub(crate) use cuda::Communicator;
@@ -141,14 +146,23 @@ pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// Computes the products of an input `[n, columns]`, in f32 on the CPU, with a quantised matrix: `[n, rows]`.
+pub(crate) fn quantised_product(input: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
+    cpu::product(input, matrix)
+}
+
+/// Computes the gradient of the input of [`quantised_product`] from that of its result.
+pub(crate) fn quantised_gradient(upstream: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
+    cpu::input_gradient(upstream, matrix)
+}
+
 /// Computes the products of each context, `[positions, d]`, with the matrix's rows of its list of ids, `[positions,
-/// longest]` in the accumulation dtype; entries past the end of a list are unspecified. The matrix is contiguous, or
-/// the transpose of a contiguous one.
-pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+/// longest]` in the accumulation dtype; entries past the end of a list are unspecified.
+pub(crate) fn list_products(contexts: &Tensor, matrix: &Weight, lists: &IdLists) -> Result<Tensor> {
     if is_cpu(contexts.device())? {
         cpu::list_products(contexts, matrix, lists)
     } else {
-        id_lists::list_products(contexts, matrix, lists)
+        id_lists::list_products(contexts, matrix.tensor()?, lists)
     }
 }
 
@@ -156,7 +170,7 @@ pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists)
 /// in the operands' dtype.
 pub(crate) fn list_product_gradients(
     contexts: &Tensor,
-    matrix: &Tensor,
+    matrix: &Weight,
     lists: &IdLists,
     upstream: &Tensor,
     needed: [bool; 2],
@@ -164,7 +178,7 @@ pub(crate) fn list_product_gradients(
     if is_cpu(contexts.device())? {
         cpu::list_product_gradients(contexts, matrix, lists, upstream, needed)
     } else {
-        id_lists::list_product_gradients(contexts, matrix, lists, upstream, needed)
+        id_lists::list_product_gradients(contexts, matrix.tensor()?, lists, upstream, needed)
     }
 }
 

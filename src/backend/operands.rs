@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 
 use crate::backend::collectives::Numbers;
+use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 use crate::tensors::id_lists::matrix_rows;
 
@@ -72,9 +73,9 @@ pub(crate) struct Operands {
     pub(crate) contexts: Tensor,
     /// `[positions, K]`, in the accumulation dtype.
     pub(crate) log_priors: Option<Tensor>,
-    /// `[vocab, d]`: contiguous, or the transpose of a contiguous tensor. A sampled softmax appends a row for each
-    /// target outside its vocabulary ([`TargetLoss::own_shifts`]).
-    pub(crate) weight: Tensor,
+    /// `[vocab, d]`. A sampled softmax appends a row for each target outside its vocabulary
+    /// ([`TargetLoss::own_shifts`]).
+    pub(crate) weight: Weight,
     /// `[vocab, r]`: columns to the right of the weight's. The decoder is `[W B]`, which nothing concatenates.
     pub(crate) adapter: Option<Tensor>,
     /// `[rows of the weight]`, in the accumulation dtype.
@@ -119,7 +120,7 @@ impl Operands {
         let bias = self.bias.as_ref().map(|bias| bias.index_select(ids, 0)).transpose()?;
         Ok(Operands {
             sizes: Sizes { vocab: ids.elem_count(), ..self.sizes },
-            weight: matrix_rows(&self.weight, ids)?,
+            weight: Weight::Dense(self.weight.rows(ids)?),
             adapter: self.adapter.as_ref().map(|adapter| matrix_rows(adapter, ids)).transpose()?,
             bias,
             ..self.clone()
@@ -129,7 +130,8 @@ impl Operands {
     /// Returns the operands with the adapter's columns copied into the weight, where the decoder has few rows.
     pub(crate) fn join_adapter(&self) -> Result<Self> {
         let Some(adapter) = &self.adapter else { return Ok(self.clone()) };
-        Ok(Operands { weight: Tensor::cat(&[&self.weight, adapter], 1)?, adapter: None, ..self.clone() })
+        let joined = Tensor::cat(&[&self.weight.dequantised()?, adapter], 1)?;
+        Ok(Operands { weight: Weight::Dense(joined), adapter: None, ..self.clone() })
     }
 
     /// Computes logits by candle's operations, differentiably: `cap tanh(scale (products + bias) / cap)`, in the dtype of
@@ -155,21 +157,20 @@ impl Operands {
 
     /// Returns the number of rows of the weight: the vocabulary, and the targets outside it.
     pub(crate) fn weight_rows(&self) -> Result<usize> {
-        Ok(self.weight.dim(0)?)
+        Ok(self.weight.dims2()?.0)
     }
 
-    /// Returns the weight as it is stored, and whether it is stored as its transpose `[d, vocab]`.
-    pub(crate) fn stored_weight(&self) -> Result<(Tensor, bool)> {
-        if self.weight.is_contiguous() {
-            Ok((self.weight.clone(), false))
-        } else {
-            Ok((self.weight.t()?, true))
+    /// Returns whether products read copies of the decoder's rows, widened or dequantised.
+    pub(crate) fn copies_rows(&self) -> bool {
+        match &self.weight {
+            Weight::Dense(weight) => matches!(weight.dtype(), DType::F16 | DType::BF16),
+            Weight::Quantised(matrix) => matrix.is_copied(),
         }
     }
 
     /// Returns the columns of the decoder that are the adapter's.
     pub(crate) fn adapter_columns(&self) -> Result<Range<usize>> {
-        Ok(self.weight.dim(1)?..self.sizes.context_dim)
+        Ok(self.weight.dims2()?.1..self.sizes.context_dim)
     }
 }
 

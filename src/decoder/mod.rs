@@ -1,24 +1,30 @@
 //! The decoder, which all components share: it computes the logits of a context, `z = c W^T + b`. Its rows W are a
-//! matrix, or are computed from spellings ([`char_cnn`]); a low-rank [`adapter`] can be added to them.
+//! matrix, perhaps a quantised one ([`quantised`]), or are computed from spellings ([`char_cnn`]); a low-rank
+//! [`adapter`] can be added to them.
 
 mod adapter;
 mod char_cnn;
+mod gguf;
 mod peft;
+mod quantised;
+mod quantised_linear;
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_nn::{Embedding, Init, VarBuilder};
 
+use crate::backend::quantised::QuantisedMatrix;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, Request};
 use crate::mixture::{Mixture, Sample};
 use crate::tensors::checks::{
-    check_alike, check_device, check_elements, check_float, check_hidden, check_logits, check_product, check_sizes,
-    check_vocab,
+    check_alike, check_bias, check_device, check_elements, check_float, check_hidden_size, check_logits, check_product,
+    check_sizes, check_vocab,
 };
 pub use adapter::{LowRankAdapter, LowRankConfig};
 pub use char_cnn::{CharCnn, CharCnnConfig};
+pub use quantised_linear::QuantisedLinear;
 
 /// The sizes and options of a [`Decoder`].
 ///
@@ -134,6 +140,8 @@ pub struct Decoder {
 enum WeightRows {
     /// The weight is a tensor.
     Matrix(Tensor),
+    /// The rows are quantised, and read where they lie.
+    Quantised(QuantisedMatrix),
     /// Each call computes the rows from spellings.
     Computed(Arc<CharCnn>),
 }
@@ -215,10 +223,7 @@ impl Decoder {
         check_sizes(&[("context_dim", context_dim)])?;
         check_float("decoder.weight", &weight)?;
         if let Some(bias) = &bias {
-            if bias.dims() != [vocab_size] {
-                return Err(Error::shape("decoder.bias", format!("[{vocab_size}]"), bias.dims()));
-            }
-            check_float("decoder.bias", bias)?;
+            check_bias("decoder.bias", bias, vocab_size)?;
             check_device("decoder.bias", bias, &weight)?;
         }
         Ok(Decoder { rows: WeightRows::Matrix(weight), adapter: None, bias, logit_scale: 1.0, softcap: None })
@@ -248,10 +253,14 @@ impl Decoder {
     ///
     /// # Errors
     ///
-    /// If the adapter is for another shape, or of another dtype or on another device than the weight.
+    /// If the adapter is for another shape, or of another dtype or on another device than the weight. A quantised
+    /// weight takes one in f32.
     pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
         adapter.check_shape(self.vocab_size(), self.context_dim())?;
-        check_alike("adapter", adapter.b(), "decoder.weight", self.parameter())?;
+        match self.parameter() {
+            Some(parameter) => check_alike("adapter", adapter.b(), "decoder.weight", parameter)?,
+            None => quantised::check_operand("adapter", adapter.b(), &[DType::F32])?,
+        }
         Ok(Decoder { adapter: Some(adapter), ..self })
     }
 
@@ -261,7 +270,8 @@ impl Decoder {
     }
 
     /// Returns the decoder whose weight is the constant `W + s B A`, without an adapter: to export it, or to serve it.
-    /// The sum is computed in f32 (f64 for f64).
+    /// The sum is computed in f32 (f64 for f64). The sum with quantised rows is a tensor in f32, which takes about four
+    /// times the memory of Q8_0.
     ///
     /// # Errors
     ///
@@ -271,14 +281,16 @@ impl Decoder {
         Ok(Decoder { rows: WeightRows::Matrix(adapter.merge(&self.weight()?)?), adapter: None, ..self.clone() })
     }
 
-    /// Returns the weight W, `[vocab, d]`, without the product of an adapter ([`Decoder::merged`] adds it).
+    /// Returns the weight W, `[vocab, d]`, without the product of an adapter ([`Decoder::merged`] adds it). Each call
+    /// dequantises quantised rows to f32, which takes about four times the memory of Q8_0.
     ///
     /// # Errors
     ///
-    /// If the rows are computed, and the device has no memory or candle no kernels for them.
+    /// If the rows are computed or quantised, and the device has no memory or candle no kernels for them.
     pub fn weight(&self) -> Result<Tensor> {
         match &self.rows {
             WeightRows::Matrix(weight) => Ok(weight.clone()),
+            WeightRows::Quantised(matrix) => matrix.dequantised(),
             WeightRows::Computed(cnn) => cnn.rows(),
         }
     }
@@ -292,6 +304,7 @@ impl Decoder {
     pub fn vocab_size(&self) -> usize {
         match &self.rows {
             WeightRows::Matrix(weight) => weight.dims()[0],
+            WeightRows::Quantised(matrix) => matrix.dims()[0],
             WeightRows::Computed(cnn) => cnn.vocab_size(),
         }
     }
@@ -300,6 +313,7 @@ impl Decoder {
     pub fn context_dim(&self) -> usize {
         match &self.rows {
             WeightRows::Matrix(weight) => weight.dims()[1],
+            WeightRows::Quantised(matrix) => matrix.dims()[1],
             WeightRows::Computed(cnn) => cnn.context_dim(),
         }
     }
@@ -315,7 +329,11 @@ impl Decoder {
     ///
     /// The errors of [`Mixture::new`].
     pub fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
-        let mixture = Mixture::new(contexts, log_priors, &self.weight()?, self.bias.as_ref())?;
+        let bias = self.bias.as_ref();
+        let mixture = match &self.rows {
+            WeightRows::Quantised(matrix) => quantised::mixture(contexts, log_priors, matrix, bias)?,
+            _ => Mixture::new(contexts, log_priors, &self.weight()?, bias)?,
+        };
         let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
         match &self.adapter {
             Some(adapter) => mixture.with_adapter(adapter.b(), |contexts| adapter.contexts(contexts)),
@@ -354,12 +372,13 @@ impl Decoder {
     /// Returns the decoder with weight and bias as constants; rows from spellings are computed here. An adapter remains
     /// as it is.
     pub(crate) fn with_constant_rows(self) -> Result<Self> {
-        let weight = match &self.rows {
-            WeightRows::Matrix(weight) => weight.detach(),
-            WeightRows::Computed(cnn) => cnn.rows()?.detach(),
+        let rows = match &self.rows {
+            WeightRows::Matrix(weight) => WeightRows::Matrix(weight.detach()),
+            WeightRows::Quantised(matrix) => WeightRows::Quantised(matrix.clone()),
+            WeightRows::Computed(cnn) => WeightRows::Matrix(cnn.rows()?.detach()),
         };
         let bias = self.bias.as_ref().map(Tensor::detach);
-        Ok(Decoder { rows: WeightRows::Matrix(weight), bias, ..self })
+        Ok(Decoder { rows, bias, ..self })
     }
 
     /// Returns the decoder and its adapter as constants.
@@ -378,14 +397,19 @@ impl Decoder {
                 format!("the decoder's weight {:?}", [self.vocab_size(), self.context_dim()])
             }
         };
-        check_hidden(hidden, size, compared, self.parameter())
+        check_hidden_size(hidden, size, compared)?;
+        match self.parameter() {
+            Some(parameter) => check_alike("hidden", hidden, "the head's parameters", parameter),
+            None => quantised::check_operand("hidden", hidden, &quantised::HIDDEN),
+        }
     }
 
-    /// Returns a parameter, which has the dtype and the device of all.
-    fn parameter(&self) -> &Tensor {
+    /// Returns a parameter, which has the dtype and the device of all; `None` if the rows are quantised.
+    fn parameter(&self) -> Option<&Tensor> {
         match &self.rows {
-            WeightRows::Matrix(weight) => weight,
-            WeightRows::Computed(cnn) => cnn.parameter(),
+            WeightRows::Matrix(weight) => Some(weight),
+            WeightRows::Quantised(_) => None,
+            WeightRows::Computed(cnn) => Some(cnn.parameter()),
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
+use candle_core::{DType, Device};
 use safetensors::tensor::TensorInfo;
 use serde_json::{json, Map, Value};
 
@@ -124,7 +125,11 @@ impl LowRankAdapter {
                 return Err(Error::checkpoint(&file.path, expected, format!("{:?}", info.shape)));
             }
         }
-        let parameter = decoder.parameter();
+        let (dtype, device) = match decoder.parameter() {
+            Some(parameter) => (parameter.dtype(), parameter.device()),
+            // An adapter beside quantised rows.
+            None => (DType::F32, &Device::Cpu),
+        };
         let read = |name: &str, info: &TensorInfo| {
             let byte_count = info.data_offsets.1 - info.data_offsets.0;
             let mut bytes = Vec::with_capacity(byte_count);
@@ -132,8 +137,7 @@ impl LowRankAdapter {
                 bytes.extend_from_slice(block);
                 Ok(())
             })?;
-            let dtype = parameter.dtype();
-            tensor_from_bytes(bytes, info.dtype, &info.shape, dtype, parameter.device())?.ok_or_else(|| {
+            tensor_from_bytes(bytes, info.dtype, &info.shape, dtype, device)?.ok_or_else(|| {
                 Error::checkpoint(&file.path, format!("{name} in {}", dtype.as_str()), format!("{:?}", info.dtype))
             })
         };

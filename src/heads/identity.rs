@@ -1,5 +1,8 @@
 //! The ordinary output layer: one softmax, whose context is the hidden state.
 
+use std::sync::Arc;
+
+use candle_core::quantized::{QMatMul, QTensor};
 use candle_core::Tensor;
 use candle_nn::{Linear, VarBuilder};
 
@@ -219,7 +222,62 @@ impl Head<Identity> {
     /// If the shapes do not match, or a dtype is not a float type.
     pub fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         let decoder = Decoder::from_tensors(weight, bias)?;
+        Self::from_decoder(decoder)
+    }
+
+    /// Makes a head with the rows of a quantised tensor, which are read where they lie, and a bias `[vocab]`.
+    ///
+    /// # Shapes
+    ///
+    /// - weight: `[vocab, hidden]`
+    /// - bias: `[vocab]`
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`Decoder::from_quantised`], which says what such a head computes.
+    ///
+    /// # Examples
+    ///
+    /// The head of a GGUF file, whose model is loaded elsewhere:
+    ///
+    /// ```no_run
+    /// use std::fs::File;
+    /// use std::sync::Arc;
+    ///
+    /// use candle_core::quantized::gguf_file::Content;
+    /// use candle_core::Device;
+    /// use mos_head::SoftmaxHead;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut file = File::open("model.gguf")?;
+    /// let content = Content::read(&mut file)?;
+    /// let tied = !content.tensor_infos.contains_key("output.weight");
+    /// let name = if tied { "token_embd.weight" } else { "output.weight" };
+    /// let weight = content.tensor(&mut file, name, &Device::Cpu)?;
+    /// let head = SoftmaxHead::from_quantised(Arc::new(weight), None)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn from_quantised(weight: Arc<QTensor>, bias: Option<Tensor>) -> Result<Self> {
+        Self::from_decoder(Decoder::from_quantised(weight, bias)?)
+    }
+
+    /// Makes the head of a decoder.
+    fn from_decoder(decoder: Decoder) -> Result<Self> {
         Head::from_parts(Identity { hidden_size: decoder.context_dim() }, decoder)
+    }
+}
+
+impl TryFrom<QMatMul> for Head<Identity> {
+    type Error = Error;
+
+    /// Makes the head with the rows of candle's product, `[vocab, hidden]`: those of a quantised tensor are read where
+    /// they lie. Its errors are those of [`Head::from_quantised`] and [`Head::from_tensors`].
+    fn try_from(product: QMatMul) -> Result<Self> {
+        match product {
+            QMatMul::QTensor(weight) => Self::from_quantised(weight, None),
+            QMatMul::Tensor(weight) | QMatMul::TensorF16(weight) => Self::from_tensors(weight, None),
+        }
     }
 }
 

@@ -3,6 +3,8 @@
 use candle_core::Tensor;
 
 use super::Mixture;
+use crate::backend::frozen_linear::frozen_product;
+use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 
 impl Mixture {
@@ -48,7 +50,11 @@ impl Mixture {
         }
         let contexts = operands.contexts.squeeze(1)?;
         let adapter_columns = operands.adapter_columns()?;
-        let mut z = contexts.narrow(1, 0, adapter_columns.start)?.contiguous()?.matmul(&operands.weight.t()?)?;
+        let weight_contexts = contexts.narrow(1, 0, adapter_columns.start)?.contiguous()?;
+        let mut z = match &operands.weight {
+            Weight::Dense(weight) => weight_contexts.matmul(&weight.t()?)?,
+            Weight::Quantised(matrix) => frozen_product(&weight_contexts, matrix)?,
+        };
         if let Some(adapter) = &operands.adapter {
             let contexts = contexts.narrow(1, adapter_columns.start, adapter_columns.len())?.contiguous()?;
             z = (z + contexts.matmul(&adapter.t()?)?)?;

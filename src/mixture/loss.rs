@@ -7,6 +7,7 @@ use crate::backend;
 use crate::backend::objective::{GradScale, LossResults, Objective, TargetKind, TargetLoss, Task};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::{Plan, Planned};
+use crate::backend::weight::Weight;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{DecoderRows, Loss, LossOptions, Reduction, Request, SampledLoss, UncheckedTargets};
 use crate::tensors::autograd::{into_variable, variable_ids};
@@ -28,8 +29,14 @@ impl Mixture {
     /// all ids. The contexts must be masked at ignored positions, see [`Positions::mask`](crate::loss::Positions::mask).
     pub(crate) fn loss_from_request(&self, request: &Request) -> Result<Loss> {
         let Some(loss) = request.options.sampled_step() else { return self.exact_loss(request) };
-        if request.options.decoder_rows && self.operands.adapter.is_some() {
-            return Err(Error::Unsupported { option: OptionName::DecoderRows, head: "a decoder with an adapter" });
+        if request.options.decoder_rows {
+            let unsupported = |head| Err(Error::Unsupported { option: OptionName::DecoderRows, head });
+            if self.operands.weight.is_quantised() {
+                return unsupported("a quantised decoder");
+            }
+            if self.operands.adapter.is_some() {
+                return unsupported("a decoder with an adapter");
+            }
         }
         let Operands { sizes, contexts, softcap, .. } = &self.operands;
         match Sample::new(loss, contexts, sizes.vocab, *softcap, request)? {
@@ -67,8 +74,8 @@ impl Mixture {
         };
         let gradients = plan(needs_grad)?;
         let planned = if now == needs_grad { gradients.clone() } else { plan(now)? };
-        let so_far = options.gradient_sum.as_ref().filter(|_| now.weight && operands.weight.is_variable());
-        let so_far = so_far.map(|sum| sum.so_far(&operands.weight));
+        let variable = operands.weight.variable().filter(|_| now.weight);
+        let so_far = options.gradient_sum.as_ref().zip(variable).map(|(sum, variable)| sum.so_far(&variable));
         let is_sum = so_far.is_some();
         let with_sum = TargetLoss { so_far, ..objective.clone() };
         let results = backend::loss(&planned, &Objective::Targets(with_sum))?;
@@ -106,12 +113,14 @@ impl Mixture {
         if !request.options.decoder_rows {
             return self.with_operands(operands).loss_over_sample(sample, request);
         }
-        let weight = into_variable(operands.weight.detach())?;
+        let whole = self.operands.weight.tensor()?;
+        let weight = into_variable(operands.weight.tensor()?.detach())?;
         let bias = operands.bias.as_ref().map(|bias| into_variable(bias.detach())).transpose()?;
-        let variables = Operands { weight: weight.as_tensor().clone(), bias: bias.as_deref().cloned(), ..operands };
+        let variables =
+            Operands { weight: Weight::Dense(weight.as_tensor().clone()), bias: bias.as_deref().cloned(), ..operands };
         let loss = self.with_operands(variables).loss_over_sample(sample, request)?;
         let decoder_rows = Some(DecoderRows { token_ids: sample.token_ids.clone(), weight, bias });
-        let decoder = [Some(&self.operands.weight), self.operands.bias.as_ref()];
+        let decoder = [Some(whole), self.operands.bias.as_ref()];
         // These variables need no gradient, because the rows have it.
         let spared = decoder.into_iter().flatten().flat_map(variable_ids).collect();
         Ok(Loss { decoder_rows, spared, ..loss })

@@ -16,6 +16,7 @@ mod shard_loss;
 use candle_core::Tensor;
 
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
+use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
 use crate::tensors::autograd::converted;
@@ -88,13 +89,25 @@ impl Mixture {
     /// more than 2^40 elements, or there are more than 2^32 - 1 token ids.
     pub fn new(contexts: &Tensor, log_priors: Option<&Tensor>, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
         // The sizes are checked before the weight is copied.
-        let sizes = check_shapes(contexts, weight)?;
+        check_shapes(contexts, weight.dims())?;
         let is_read_in_place = weight.is_contiguous() || weight.rank() == 2 && weight.t()?.is_contiguous();
         let weight = if is_read_in_place { weight.clone() } else { weight.contiguous()? };
+        accumulation_dtype("contexts", contexts.dtype())?;
+        check_alike("weight", &weight, "contexts", contexts)?;
+        Self::from_weight(contexts, log_priors, Weight::Dense(weight), bias)
+    }
+
+    /// Makes the mixture of a weight that has the dtype of the contexts, or is quantised: then the contexts are in f32.
+    pub(crate) fn from_weight(
+        contexts: &Tensor,
+        log_priors: Option<&Tensor>,
+        weight: Weight,
+        bias: Option<&Tensor>,
+    ) -> Result<Self> {
+        let sizes = check_shapes(contexts, weight.dims())?;
         let Sizes { positions, components, context_dim, vocab } = sizes;
         let leading = &contexts.dims()[..contexts.rank() - 2];
         let accumulation = accumulation_dtype("contexts", contexts.dtype())?;
-        check_alike("weight", &weight, "contexts", contexts)?;
         let log_priors = match log_priors {
             None if components == 1 => None,
             None => return Err(Error::config("log_priors", "log-priors for more than one component", "none")),
@@ -292,16 +305,16 @@ impl Mixture {
 }
 
 /// Checks the shapes of contexts `[.., K, d]` and weight `[vocab, d]`, and returns the sizes of their mixture.
-fn check_shapes(contexts: &Tensor, weight: &Tensor) -> Result<Sizes> {
+fn check_shapes(contexts: &Tensor, weight: &[usize]) -> Result<Sizes> {
     let &[ref leading @ .., components, context_dim] = contexts.dims() else {
         return Err(Error::shape("contexts", "[.., components, context_dim]", contexts.dims()));
     };
-    let vocab = match *weight.dims() {
+    let vocab = match *weight {
         [vocab, width] if width == context_dim => vocab,
-        _ => return Err(Error::shape("weight", format!("[vocab_size, {context_dim}]"), weight.dims())),
+        _ => return Err(Error::shape("weight", format!("[vocab_size, {context_dim}]"), weight)),
     };
     check_elements("contexts", contexts.dims())?;
-    check_elements("weight", weight.dims())?;
+    check_elements("weight", weight)?;
     check_sizes(&[("components", components), ("context_dim", context_dim)])?;
     check_vocab(vocab)?;
     Ok(Sizes { positions: check_elements("contexts", leading)?, components, context_dim, vocab })

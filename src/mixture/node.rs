@@ -11,6 +11,7 @@ use crate::backend;
 use crate::backend::objective::{Gradients, Objective, Scored};
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
 use crate::backend::plan::Planned;
+use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 use crate::loss::Reduction;
 use crate::tensors::autograd::{attach, is_root};
@@ -95,10 +96,15 @@ fn attach_mixture(
         adapter.as_ref().filter(|_| needs_grad.adapter),
         bias.as_ref().filter(|_| needs_grad.bias),
     ];
-    let dtypes = [contexts, weight].map(Tensor::dtype);
     let trained_dtypes = trained.map(|operand| operand.map(Tensor::dtype));
     let (joined, joined_gradients) = join("operands of the mixture", trained, contexts)?;
-    let (contexts, weight) = (contexts.clone(), weight.clone());
+    let contexts = contexts.clone();
+    let weight = match weight {
+        Weight::Dense(weight) => weight.clone(),
+        // Quantised rows are no operand of the graph.
+        Weight::Quantised(_) => contexts.detach(),
+    };
+    let dtypes = [&contexts, &weight].map(Tensor::dtype);
     // The operands are detached, because the node must not keep their graph alive.
     let planned = planned.detach();
     attach("mixture", value, [&contexts, &joined, &weight], move |_, value, upstream| {

@@ -68,7 +68,8 @@ impl<'a> Sample<'a> {
     /// Computes the loss of NCE at each position, `[positions]`, from operands whose vocabulary is the sample.
     pub(super) fn nce(&self, operands: &Operands) -> Result<Tensor> {
         let negatives = self.negatives;
-        let Operands { sizes, weight, bias, .. } = operands;
+        let Operands { sizes, bias, .. } = operands;
+        let weight = &operands.weight.dequantised()?;
         let &Sizes { positions, context_dim, .. } = sizes;
         let accumulation = accumulation_dtype("contexts", weight.dtype())?;
         let samples = negatives.token_ids().len();

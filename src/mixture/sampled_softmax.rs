@@ -27,8 +27,8 @@ pub(super) fn operands_and_loss(
     request: &Request,
 ) -> Result<(Operands, TargetLoss)> {
     let Sample { negatives, targets, target_rows, .. } = sample;
-    let accumulation = accumulation_dtype("contexts", operands.weight.dtype())?;
-    let numbers = |values: Vec<f64>| vector(values, accumulation, operands.weight.device());
+    let accumulation = accumulation_dtype("contexts", operands.contexts.dtype())?;
+    let numbers = |values: Vec<f64>| vector(values, accumulation, operands.device());
 
     // An id that was drawn n times counts n times, but not where it is the target.
     let log_repeats: Vec<f64> = negatives.repeats().iter().map(|&n| (n as f64).ln()).collect();
@@ -45,7 +45,7 @@ pub(super) fn operands_and_loss(
     let rows: Vec<i64> = target_rows.iter().zip(targets).map(row).collect();
     let own_shifts = target_rows.iter().map(|&row| -log_repeats(row as usize)).collect();
     let loss = TargetLoss {
-        targets: Tensor::from_vec(rows, target_rows.len(), operands.weight.device())?,
+        targets: Tensor::from_vec(rows, target_rows.len(), operands.device())?,
         ignore_index: Some(IGNORED),
         // These contain the class weights, because the targets are not token ids here.
         position_weights: if request.positions.is_weighted() {

@@ -8,7 +8,7 @@ use super::node::needs_grad;
 use super::Mixture;
 use crate::backend::agreement::{Agreed, Call};
 use crate::backend::objective::TargetLoss;
-use crate::backend::operands::{accumulation_dtype, NeedsGrad, Sizes};
+use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, PositionOptions, Request};
@@ -48,7 +48,11 @@ impl Mixture {
 
     /// Checks that this mixture's decoder has as many rows as the shard.
     pub(crate) fn check_shard(&self, shard: &VocabShard) -> Result<()> {
-        let sizes = self.operands.sizes;
+        let Operands { sizes, weight, .. } = &self.operands;
+        if weight.is_quantised() {
+            let head = "a vocabulary that ranks share";
+            return Err(Error::Unsupported { option: OptionName::QuantisedRows, head });
+        }
         if sizes.vocab != shard.range().len() {
             let expected = format!("{} rows, as the shard {:?}", shard.range().len(), shard.range());
             return Err(Error::config("decoder", expected, sizes.vocab));

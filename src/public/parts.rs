@@ -7,8 +7,11 @@
 //! [`Projection`], whose example is a whole head.
 //!
 //! A decoder's rows are a matrix of its own or a tied one, with a bias or without ([`DecoderConfig`]). [`CharCnn`]
-//! computes them from spellings instead ([`CharCnnConfig`]). [`LowRankAdapter`] fine-tunes a decoder that is frozen
-//! ([`LowRankConfig`]), and is saved as Hugging Face's PEFT does.
+//! computes them from spellings instead ([`CharCnnConfig`]), and [`Decoder::from_quantised`] reads them from a GGUF file's
+//! tensor. [`LowRankAdapter`] fine-tunes a decoder that is frozen ([`LowRankConfig`]), and is saved as Hugging Face's PEFT
+//! does. [`QuantisedLinear`] is a layer of a quantised trunk through which gradients pass.
 
-pub use crate::decoder::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig};
+pub use crate::decoder::{
+    CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter, LowRankConfig, QuantisedLinear,
+};
 pub use crate::heads::{Configured, Contexts, Identity, MixedContexts, Projection};

@@ -22,11 +22,17 @@ pub(crate) fn check_hidden(
     compared: impl FnOnce() -> String,
     weight: &Tensor,
 ) -> Result<()> {
+    check_hidden_size(hidden, size, compared)?;
+    check_alike("hidden", hidden, "the head's parameters", weight)
+}
+
+/// Checks the last dimension of hidden states.
+pub(crate) fn check_hidden_size(hidden: &Tensor, size: usize, compared: impl FnOnce() -> String) -> Result<()> {
     if hidden.dims().last() != Some(&size) {
         return Err(Error::shape("hidden", format!("[.., {size}], as {}", compared()), hidden.dims()));
     }
     check_elements("hidden", hidden.dims())?;
-    check_alike("hidden", hidden, "the head's parameters", weight)
+    Ok(())
 }
 
 /// Checks that a tensor has the dtype of another, and is on its device.
@@ -83,6 +89,14 @@ pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()>
         DType::F16 | DType::BF16 | DType::F32 | DType::F64 => Ok(()),
         got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
     }
+}
+
+/// Checks the shape and the dtype of a bias.
+pub(crate) fn check_bias(argument: &'static str, bias: &Tensor, outputs: usize) -> Result<()> {
+    if bias.dims() != [outputs] {
+        return Err(Error::shape(argument, format!("[{outputs}]"), bias.dims()));
+    }
+    check_float(argument, bias)
 }
 
 /// The values that errors name as expected of log-probabilities.

@@ -1,6 +1,6 @@
 //! Shared by the integration tests: the reference in `f64` ([`reference`]), the same formula from ordinary candle
 //! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), random problems ([`case`],
-//! [`problem`], [`objective`], [`random`]), and the numbers of tensors ([`values`]).
+//! [`problem`], [`objective`], [`random`]), tensors of GGUF files ([`quantised`]), and the numbers of tensors ([`values`]).
 // Every test binary uses only some of it.
 #![allow(dead_code, unreachable_pub, unused_imports, unused_macros)]
 
@@ -14,6 +14,7 @@ pub mod given;
 pub mod needs;
 pub mod objective;
 pub mod problem;
+pub mod quantised;
 pub mod random;
 pub mod reference;
 pub mod sampled;

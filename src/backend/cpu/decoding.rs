@@ -3,10 +3,10 @@
 
 use candle_core::{Device, Tensor};
 
+use super::inputs::Inputs;
 use super::objective::results::BufferedGradients;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Accumulator;
-use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
 use crate::backend::distribution::Visit;

@@ -2,12 +2,12 @@
 
 use candle_core::{Device, Tensor};
 
+use super::inputs::Inputs;
 use super::memory::filled;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::Candidates;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::{Accumulator, Element};
-use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
 use crate::backend::objective::{Scored, POSITION_SCORES};

@@ -5,13 +5,13 @@ use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 
+use super::inputs::Inputs;
 use super::memory::zeros;
 use super::objective::components::PositionLoss;
 use super::objective::results::{results, BufferedGradients, WeightBuffer};
 use super::objective::targets::{Candidates, Targets};
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::Accumulator;
-use super::operands::matrix::Inputs;
 use super::plan::Products;
 use super::two_pass::TwoPasses;
 use super::vector::simd::Float;

@@ -5,6 +5,8 @@
 
 mod activation;
 mod decoding;
+mod inputs;
+mod locked_weight;
 mod log_probs;
 mod loss;
 mod memory;
@@ -13,6 +15,7 @@ mod one_pass;
 mod operands;
 mod plan;
 mod products;
+mod quantised;
 #[cfg(test)]
 mod testing;
 mod tiles;
@@ -36,6 +39,7 @@ use operands::dtype::{with_accumulator, Accumulator};
 use plan::{ranking_task, with_products};
 pub(super) use products::lists::{list_product_gradients, list_products, scattered_rows};
 pub(super) use products::matmul::matmul;
+pub(super) use two_pass::frozen_linear::{input_gradient, product};
 
 /// Computes in the accumulation dtype of the operands, with the products that the plan is made for.
 macro_rules! with_planned {

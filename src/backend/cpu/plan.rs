@@ -12,7 +12,7 @@ use super::vector::simd::Isa;
 use crate::backend::objective::{ScoreTask, TargetKind, Task};
 use crate::backend::operands::{Operands, Precision, Sizes};
 use crate::backend::plan::{default, Computation, Kernels, Needs, Plan, Planned};
-use crate::error::{Error, Result};
+use crate::error::{Error, OptionName, Result};
 
 /// The most rows of a loss without gradients for which inner products are faster: in the kernels of `one_pass` a row is one
 /// lane of a register.
@@ -70,6 +70,9 @@ fn choose_tiles<F: Served>(operands: &Operands, task: &Task) -> Result<Option<F:
 
 /// Makes the plan of a task: for tiles, unless their operands leave too little of the budget.
 pub(super) fn plan<F: Served>(operands: &Operands, task: &Task, budget: Option<usize>) -> Result<Plan> {
+    if operands.weight.is_quantised() && operands.precision != Precision::Full {
+        return Err(Error::Unsupported { option: OptionName::Precision, head: "a quantised decoder" });
+    }
     let plan = |tiles| plan_products::<F>(operands, task, budget, tiles);
     let tiles = choose_tiles::<F>(operands, task)?;
     match plan(tiles) {
@@ -90,7 +93,7 @@ fn plan_products<F: Served>(
     let computation = computation(task, operands.sizes);
     // In one pass only the decoder's gradient needs the exponentials again.
     let keeps_logits = task.needs_grad().decoder() || computation == Computation::TwoPasses;
-    let vectors = Vectors { isa, dtype: operands.contexts.dtype() };
+    let vectors = Vectors { isa, copies_rows: operands.copies_rows() };
     let Workspace { per_row, fixed, per_thread } = match (computation, tiles) {
         (Computation::OnePass, Some(tiles)) => one_pass::workspace(tiles, operands.sizes, task),
         (Computation::OnePass, None) => one_pass::workspace::<F, _>(vectors, operands.sizes, task),
@@ -186,7 +189,7 @@ macro_rules! with_products {
             None => {
                 let $products = $crate::backend::cpu::products::multiplier::Vectors {
                     isa: $crate::backend::cpu::vector::simd::Isa::detected()?,
-                    dtype: $planned.operands.contexts.dtype(),
+                    copies_rows: $planned.operands.copies_rows(),
                 };
                 $compute
             }

@@ -6,13 +6,13 @@ mod argmax;
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
+use super::inputs::Inputs;
 use super::log_probs::log_probs;
 use super::loss::loss;
 use super::objective::results::{BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::with_accumulator;
-use super::operands::matrix::Inputs;
 use super::plan::{computation, with_products, Served};
 use super::products::multiplier::{Tiles, Vectors};
 use super::tiles::unit::TileUnit;
@@ -22,6 +22,7 @@ use crate::backend::cpu;
 use crate::backend::objective::{GradScale, LossResults, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Plan, Planned};
+use crate::backend::weight::Weight;
 use crate::error::Result;
 
 const ALL: NeedsGrad = NeedsGrad { contexts: true, log_priors: true, weight: true, adapter: false, bias: true };
@@ -95,7 +96,7 @@ impl Case {
             sizes: self.sizes,
             contexts,
             log_priors: Some(log_priors),
-            weight,
+            weight: Weight::Dense(weight),
             adapter,
             bias: Some(bias),
             logit_scale,
@@ -156,14 +157,15 @@ impl Case {
         let (mut operands, objective) = self.operands()?;
         let represented = |tensor: &Tensor| tensor.to_dtype(DType::BF16)?.to_dtype(self.dtype);
         operands.contexts = represented(&operands.contexts)?;
-        let (weight, is_transposed) = operands.stored_weight()?;
+        let Some((weight, is_transposed)) = operands.weight.stored()? else { return Ok(()) };
         let weight = represented(&weight)?;
-        operands.weight = if is_transposed { weight.t()? } else { weight };
+        operands.weight = Weight::Dense(if is_transposed { weight.t()? } else { weight });
         operands.adapter = operands.adapter.as_ref().map(represented).transpose()?;
         let isa = Isa::detected()?;
         let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
         for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
-            let (tiles, vectors) = (Tiles { unit, isa, dtype: self.dtype }, Vectors { isa, dtype: self.dtype });
+            let (tiles, vectors) =
+                (Tiles { unit, isa, dtype: self.dtype }, Vectors { isa, copies_rows: operands.copies_rows() });
             let computations = [(Computation::OnePass, TILE_TOLERANCE), (Computation::TwoPasses, tolerance)];
             for (computation, gradients) in computations {
                 let planned = with_computation(self.plan(&operands, &objective)?, computation);
@@ -442,7 +444,7 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
                 let Objective::Targets(loss) = &objective else { panic!("a loss over targets") };
                 let targets = Targets::from_ids(loss, operands.sizes, operands.weight_rows()?)?;
                 let gradients = BufferedGradients::new(&planned, WeightBuffer::Zeros)?;
-                let format = Vectors { isa: Isa::detected()?, dtype: DType::F32 };
+                let format = Vectors { isa: Isa::detected()?, copies_rows: false };
                 let request = OnePassRequest::Loss { targets: &targets, shard: None };
                 let allocated = OnePass::new(format, inputs, request, gradients, &planned).allocated();
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");

@@ -51,7 +51,8 @@ impl DeviceColumns {
         let operands = &planned.operands;
         let dtype = product_dtype(operands);
         let split = operands.adapter_columns()?.start;
-        let parts = [(0..split, Some(&operands.weight)), (operands.adapter_columns()?, operands.adapter.as_ref())];
+        let parts =
+            [(0..split, Some(operands.weight.tensor()?)), (operands.adapter_columns()?, operands.adapter.as_ref())];
         let padding = Padding::new(gpu, planned, split);
         let columns = |(columns, decoder): (Range<usize>, Option<&Tensor>)| {
             let decoder = decoder?;

@@ -68,6 +68,6 @@ pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Resu
     let id_tensor = Tensor::new(ids.as_slice(), operands.contexts.device())?;
     let Operands { contexts, weight, bias, .. } = operands.select_ids(&id_tensor)?.join_adapter()?;
     let contexts = contexts.squeeze(1)?.to_dtype(DType::F32)?;
-    let z = operands.finish_logits((contexts * weight.to_dtype(DType::F32)?)?.sum(D::Minus1)?, bias)?;
+    let z = operands.finish_logits((contexts * weight.tensor()?.to_dtype(DType::F32)?)?.sum(D::Minus1)?, bias)?;
     Ok(z.to_vec1::<f32>()?.iter().zip(largest).map(|(z, log_p)| z - log_p).collect())
 }

@@ -22,7 +22,7 @@ impl OwnTargets {
     pub(super) fn new(operands: &Operands, loss: &TargetLoss) -> Result<Option<Self>> {
         let Some(shifts) = &loss.own_shifts else { return Ok(None) };
         let rows = loss.targets.to_dtype(DType::I64)?.maximum(0i64)?.to_dtype(DType::U32)?;
-        let decoder = operands.weight.index_select(&rows, 0)?.to_dtype(DType::F32)?;
+        let decoder = operands.weight.tensor()?.index_select(&rows, 0)?.to_dtype(DType::F32)?;
         let contexts = operands.contexts.to_dtype(DType::F32)?;
         let mut logits = contexts.broadcast_mul(&decoder.unsqueeze(1)?)?.sum(2)?;
         if let Some(bias) = &operands.bias {

@@ -16,10 +16,10 @@
 use super::exponentials::{ApplySoftcap, FirstProductResults};
 use super::format::{FirstOperands, Format};
 use super::layout::Panel;
+use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
 use crate::backend::cpu::operands::dtype::Accumulator;
-use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::operands::Sizes;
 use crate::backend::parallel;

@@ -8,9 +8,9 @@ use super::format::{FirstOperands, Format};
 use super::gradients::Scale;
 use super::layout::{ChunkIds, Layout, Panel};
 use super::top_logits::{Floors, TopLogits};
+use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Accumulator;
-use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::parallel;
 

@@ -7,9 +7,9 @@ use half::bf16;
 
 use super::layout::{Blocks, Panel};
 use super::rows::Factors;
+use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::BufferElement;
 use crate::backend::cpu::operands::dtype::Accumulator;
-use crate::backend::cpu::operands::matrix::Inputs;
 
 /// The products of a unit, and the form of their operands.
 pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {

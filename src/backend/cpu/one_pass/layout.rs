@@ -222,7 +222,6 @@ impl<'a> ChunkIds<'a> {
 mod tests {
     use super::super::format::Format;
     use super::*;
-    use candle_core::DType;
 
     use crate::backend::cpu::products::multiplier::Vectors;
     use crate::backend::cpu::vector::simd::Isa;
@@ -230,7 +229,7 @@ mod tests {
     fn layout(isa: Isa, rows: usize, context_dim: usize, vocab: usize) -> Layout {
         let sizes = Sizes { positions: rows, components: 1, context_dim, vocab };
         let needs_grad = NeedsGrad { contexts: true, ..NeedsGrad::default() };
-        Layout::new::<f32>(Format::<f32>::blocks(Vectors { isa, dtype: DType::F32 }), rows, sizes, needs_grad)
+        Layout::new::<f32>(Format::<f32>::blocks(Vectors { isa, copies_rows: false }), rows, sizes, needs_grad)
     }
 
     #[test]

@@ -33,13 +33,13 @@ mod vectors;
 
 use std::ops::Range;
 
+use super::inputs::Inputs;
 use super::memory::{Aligned, Workspace};
 use super::objective::components::PositionLoss;
 use super::objective::ranks::Ranks;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::{Candidates, ListedIds, Targets};
 use super::operands::dtype::Accumulator;
-use super::operands::matrix::Inputs;
 use super::vector::math::defect_of;
 use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::objective::{Scored, Task};

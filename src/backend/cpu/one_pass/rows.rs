@@ -3,10 +3,11 @@
 
 use super::exponentials::{entropy, log_outside, log_outside_term, FirstProductResults, RowSums};
 use super::layout::ListedId;
+use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::objective::components::{Components, PositionLoss, Target};
 use crate::backend::cpu::objective::targets::{Candidates, Targets};
 use crate::backend::cpu::operands::dtype::Accumulator;
-use crate::backend::cpu::operands::matrix::{Inputs, ViewMut};
+use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::vector::math::{flushed, not_negative, weighted, LogSumExp};
 use crate::backend::cpu::vector::simd::Float;

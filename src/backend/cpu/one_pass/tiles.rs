@@ -8,8 +8,8 @@ use half::bf16;
 
 use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
 use super::layout::{Blocks, Panel};
+use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
-use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
 use crate::backend::cpu::tiles::product::{steps, Operand, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};

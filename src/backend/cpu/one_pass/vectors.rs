@@ -6,9 +6,11 @@ use std::ops::Range;
 use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
 use super::gradients::{AddWeightedSums, ScaleRows};
 use super::layout::{Blocks, Panel};
+use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
+use crate::backend::cpu::operands::decoder::Block;
 use crate::backend::cpu::operands::dtype::Accumulator;
-use crate::backend::cpu::operands::matrix::{transpose, Block, Inputs};
+use crate::backend::cpu::operands::transpose::transpose;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, PanelProduct, Registers, Start};
 
@@ -62,7 +64,7 @@ impl<F: Accumulator> Format<F> for Vectors {
 
     fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize {
         let panel_rows = Format::<F>::blocks(self).panel_rows;
-        let widened = if self.widens() { ids * d } else { 0 };
+        let widened = if self.copies_rows { ids * d } else { 0 };
         let scaled_or_exponentials =
             if keeps_exponentials { BLOCK_ROWS.next_multiple_of(panel_rows) * panel_rows } else { ids * panel_rows };
         (widened + scaled_or_exponentials) * size_of::<F>()
@@ -73,7 +75,7 @@ impl<F: Accumulator> Format<F> for Vectors {
     }
 
     fn most_panels(self) -> usize {
-        if self.widens() {
+        if self.copies_rows {
             MOST_PANELS
         } else {
             1

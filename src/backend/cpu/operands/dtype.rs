@@ -11,6 +11,7 @@ use candle_core::{DType, Device, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 use num_traits::Zero;
 
+use super::blocks::BlockRows;
 use crate::backend::cpu::memory::{filled, zeros};
 use crate::backend::cpu::tiles::rounding::{self, ToBf16};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
@@ -41,16 +42,38 @@ pub(crate) trait Accumulator: Float + Element<Acc = Self> {
     type F16: Element<Acc = Self>;
     /// As [`Self::F16`], with eight bits of exponent.
     type Bf16: Element<Acc = Self>;
+
+    /// Returns values of a quantised matrix, if they are computed in this type, which is f32.
+    fn from_f32_values(values: Stored<'_, f32>) -> Option<Stored<'_, Self>>;
+
+    /// As [`Self::from_f32_values`], for rows in blocks.
+    fn from_f32_blocks(rows: &dyn BlockRows<f32>) -> Option<&dyn BlockRows<Self>>;
 }
 
 impl Accumulator for f32 {
     type F16 = f16;
     type Bf16 = bf16;
+
+    fn from_f32_values(values: Stored<'_, f32>) -> Option<Stored<'_, f32>> {
+        Some(values)
+    }
+
+    fn from_f32_blocks(rows: &dyn BlockRows<f32>) -> Option<&dyn BlockRows<f32>> {
+        Some(rows)
+    }
 }
 
 impl Accumulator for f64 {
     type F16 = f64;
     type Bf16 = f64;
+
+    fn from_f32_values(_: Stored<'_, f32>) -> Option<Stored<'_, f64>> {
+        None
+    }
+
+    fn from_f32_blocks(_: &dyn BlockRows<f32>) -> Option<&dyn BlockRows<f64>> {
+        None
+    }
 }
 
 /// The elements of an operand that is computed in `F`, as they are stored.

@@ -5,8 +5,8 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::backend::cpu::memory::Aligned;
+use crate::backend::cpu::operands::decoder::{DecoderView, MatrixValues};
 use crate::backend::cpu::operands::dtype::with_values;
-use crate::backend::cpu::operands::matrix::DecoderView;
 use crate::backend::cpu::tiles::product::SIDE;
 use crate::backend::cpu::tiles::rounding::{RoundedRow, ToBf16};
 use crate::backend::cpu::tiles::squares::{store_line, Grid};
@@ -21,6 +21,8 @@ pub(crate) struct DecoderSquares {
     pub(crate) columns: Aligned<bf16>,
     /// One row, or one column, before it is cut into squares.
     line: Vec<bf16>,
+    /// One row of a matrix that is not read where it lies, before it is rounded.
+    row: Vec<f32>,
 }
 
 impl DecoderSquares {
@@ -28,7 +30,7 @@ impl DecoderSquares {
     pub(crate) fn read(&mut self, isa: Isa, decoder: &DecoderView<'_, f32>, ids: Range<usize>) {
         let grid = Grid { down: ids.len().div_ceil(SIDE), across: decoder.width().div_ceil(SIDE) };
         self.read_rows(isa, decoder, ids);
-        if !decoder.weight.is_transposed {
+        if !decoder.weight.is_transposed() {
             let columns = self.columns.at_least(self.rows.len());
             transpose(isa, &self.rows, grid, columns);
         }
@@ -38,7 +40,7 @@ impl DecoderSquares {
     /// first, and `columns` holds them afterwards.
     pub(crate) fn read_rows(&mut self, isa: Isa, decoder: &DecoderView<'_, f32>, ids: Range<usize>) {
         let (d, n) = (decoder.width().next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
-        if decoder.weight.is_transposed {
+        if decoder.weight.is_transposed() {
             self.read_columns(isa, decoder, ids);
             let grid = Grid { down: d / SIDE, across: n / SIDE };
             transpose(isa, &self.columns, grid, self.rows.at_least(n * d));
@@ -49,9 +51,15 @@ impl DecoderSquares {
         self.line.resize(d, bf16::ZERO);
         for (row, id) in ids.clone().enumerate() {
             for (columns, matrix) in decoder.matrices() {
-                let (values, to) =
-                    (matrix.values.slice(id * matrix.width..(id + 1) * matrix.width), &mut self.line[columns]);
-                with_values!(values, values => f32::dispatch(isa, RoundedRow { values, to }));
+                let to = &mut self.line[columns];
+                if let MatrixValues::Rows(values) = matrix.values {
+                    let values = values.slice(id * matrix.width..(id + 1) * matrix.width);
+                    with_values!(values, values => f32::dispatch(isa, RoundedRow { values, to }));
+                } else {
+                    self.row.clear();
+                    matrix.push_row(id, &mut self.row);
+                    f32::dispatch(isa, RoundedRow { values: &self.row, to });
+                }
             }
             store_line(&self.line, row, d / SIDE, rows);
         }
@@ -69,17 +77,26 @@ impl DecoderSquares {
         for column in 0..d {
             let line = &mut self.line[..ids.len()];
             match stored.next().flatten() {
-                Some((matrix, column)) if matrix.is_transposed => {
-                    let first = column * matrix.vocab;
-                    let values = matrix.values.slice(first + ids.start..first + ids.end);
-                    with_values!(values, values => f32::dispatch(isa, RoundedRow { values, to: line }));
-                }
-                Some((matrix, column)) => {
-                    with_values!(matrix.values, values => {
-                        let values = values[ids.start * matrix.width + column..].iter().step_by(matrix.width);
-                        line.iter_mut().zip(values).for_each(|(to, x)| *to = x.to_bf16());
-                    });
-                }
+                Some((matrix, column)) => match matrix.values {
+                    MatrixValues::Columns(values) => {
+                        let first = column * matrix.vocab;
+                        let values = values.slice(first + ids.start..first + ids.end);
+                        with_values!(values, values => f32::dispatch(isa, RoundedRow { values, to: line }));
+                    }
+                    MatrixValues::Rows(values) => {
+                        with_values!(values, values => {
+                            let values = values[ids.start * matrix.width + column..].iter().step_by(matrix.width);
+                            line.iter_mut().zip(values).for_each(|(to, x)| *to = x.to_bf16());
+                        });
+                    }
+                    MatrixValues::Blocks(_) => {
+                        for (to, id) in line.iter_mut().zip(ids.clone()) {
+                            self.row.clear();
+                            matrix.push_row(id, &mut self.row);
+                            *to = self.row[column].to_bf16();
+                        }
+                    }
+                },
                 None => line.fill(bf16::ZERO),
             }
             store_line(&self.line, column, n / SIDE, columns);

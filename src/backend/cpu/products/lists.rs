@@ -6,25 +6,29 @@ use num_traits::Zero;
 use rayon::prelude::*;
 
 use super::gemv::dots;
+use crate::backend::cpu::locked_weight::QuantisedValues;
+use crate::backend::cpu::operands::decoder::DecoderMatrix;
 use crate::backend::cpu::operands::dtype::{locked, with_slice, with_type, Element};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::parallel;
+use crate::backend::weight::Weight;
 use crate::error::Result;
 use crate::tensors::id_lists::IdLists;
 
 /// Computes the products of each context `[positions, d]` with the rows of its list, `[positions, longest]`; zero
 /// beyond the end of a list.
-pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists) -> Result<Tensor> {
+pub(crate) fn list_products(contexts: &Tensor, matrix: &Weight, lists: &IdLists) -> Result<Tensor> {
     with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
         let (d, n) = (matrix.width, lists.longest());
         let mut values = vec![<T as Element>::Acc::zero(); lists.len() * n];
         let multiply_position = |(wide, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [_])| {
             let (context, ids) = (widened(&contexts[t * d..][..d], wide), lists.list(t));
             let to = &mut to[..ids.len()];
-            if matrix.is_transposed {
-                dispatch(isa, ListDots { context, rows: &copied_rows(&matrix, ids, rows), to })
-            } else {
-                dispatch(isa, ListDots { context, rows: &stored_rows(&matrix, ids), to })
+            match matrix.values {
+                ListedValues::Rows(values) => {
+                    dispatch(isa, ListDots { context, rows: &stored_rows(values, d, ids), to })
+                }
+                _ => dispatch(isa, ListDots { context, rows: &copied_rows(&matrix, ids, rows), to }),
             }
         };
         // If all lists are empty, `n` is zero and there are no chunks.
@@ -37,12 +41,12 @@ pub(crate) fn list_products(contexts: &Tensor, matrix: &Tensor, lists: &IdLists)
 /// `needed`, in the operands' dtype.
 pub(crate) fn list_product_gradients(
     contexts: &Tensor,
-    matrix: &Tensor,
+    matrix: &Weight,
     lists: &IdLists,
     upstream: &Tensor,
     needed: [bool; 2],
 ) -> Result<[Option<Tensor>; 2]> {
-    let (contexts_shape, matrix_shape) = (contexts.shape(), matrix.shape());
+    let (contexts_shape, matrix_shape) = (contexts.dims(), matrix.dims());
     with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
         let tensor = |values: Option<Vec<T>>, shape| {
             values.map(|values| Tensor::from_vec(values, shape, &Device::Cpu)).transpose()
@@ -68,10 +72,12 @@ fn context_gradients<T: Element>(
             lists.list(t).iter().zip(&upstream[t * n..]).filter(|(_, &g)| has_effect(g)).unzip();
         sum.clear();
         sum.resize(d, T::Acc::zero());
-        if !matrix.is_transposed {
-            dispatch(isa, AddRows { factors: &factors, rows: &stored_rows(matrix, &ids), to: sum })
-        } else {
-            dispatch(isa, AddRows { factors: &factors, rows: &copied_rows(matrix, &ids, rows), to: sum })
+        let factors = &factors[..];
+        match matrix.values {
+            ListedValues::Rows(values) => {
+                dispatch(isa, AddRows { factors, rows: &stored_rows(values, d, &ids), to: sum })
+            }
+            _ => dispatch(isa, AddRows { factors, rows: &copied_rows(matrix, &ids, rows), to: sum }),
         }
         to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
     };
@@ -149,11 +155,11 @@ fn rows_mut<T>(mut values: &mut [T], d: usize, ids: impl Iterator<Item = u32>) -
 }
 
 /// Returns the rows of some ids as they are stored.
-fn stored_rows<'a, T: Element>(matrix: &ListedMatrix<'a, T>, ids: &[u32]) -> Vec<&'a [T]> {
-    ids.iter().map(|&id| &matrix.values[id as usize * matrix.width..][..matrix.width]).collect()
+fn stored_rows<'a, T: Element>(values: &'a [T], width: usize, ids: &[u32]) -> Vec<&'a [T]> {
+    ids.iter().map(|&id| &values[id as usize * width..][..width]).collect()
 }
 
-/// Copies the rows of some ids to `buffer`, from a matrix that is stored as its transpose.
+/// Copies the rows of some ids to `buffer`, from a matrix that is stored as its transpose or is quantised.
 fn copied_rows<'a, T: Element>(
     matrix: &ListedMatrix<'_, T>,
     ids: &[u32],
@@ -161,7 +167,15 @@ fn copied_rows<'a, T: Element>(
 ) -> Vec<&'a [T::Acc]> {
     buffer.clear();
     for &id in ids {
-        buffer.extend(matrix.values[id as usize..].iter().step_by(matrix.rows).map(|x| x.widen()));
+        match &matrix.values {
+            ListedValues::Rows(values) => {
+                buffer.extend(values[id as usize * matrix.width..][..matrix.width].iter().map(|x| x.widen()))
+            }
+            ListedValues::Columns(values) => {
+                buffer.extend(values[id as usize..].iter().step_by(matrix.rows).map(|x| x.widen()))
+            }
+            ListedValues::Quantised(matrix) => matrix.push_row(id as usize, buffer),
+        }
     }
     buffer.chunks_exact(matrix.width).collect()
 }
@@ -173,26 +187,40 @@ fn widened<'a, T: Element>(values: &[T], buffer: &'a mut Vec<T::Acc>) -> &'a [T:
     buffer
 }
 
-/// A matrix `[rows, width]` of which lists name rows, stored as such or as its transpose.
-struct ListedMatrix<'a, T> {
-    values: &'a [T],
+/// A matrix `[rows, width]` of which lists name rows.
+struct ListedMatrix<'a, T: Element> {
+    values: ListedValues<'a, T>,
     rows: usize,
     width: usize,
-    is_transposed: bool,
 }
 
-/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`, which may be stored as
-/// its transpose.
+/// The values of a matrix, stored in the dtype of the contexts as such or as its transpose, or quantised.
+enum ListedValues<'a, T: Element> {
+    Rows(&'a [T]),
+    Columns(&'a [T]),
+    Quantised(DecoderMatrix<'a, T::Acc>),
+}
+
+/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`.
 fn with_operands<T: Element, R>(
     contexts: &Tensor,
-    matrix: &Tensor,
+    matrix: &Weight,
     f: impl FnOnce(Isa, &[T], ListedMatrix<'_, T>) -> Result<R>,
 ) -> Result<R> {
     let (isa, (rows, width)) = (Isa::detected()?, matrix.dims2()?);
+    let contexts = locked("contexts", contexts)?;
+    if let Weight::Quantised(matrix) = matrix {
+        let values = QuantisedValues::new(matrix, isa)?;
+        let matrix = DecoderMatrix { values: values.values()?, vocab: rows, width };
+        return f(isa, contexts.values()?, ListedMatrix { values: ListedValues::Quantised(matrix), rows, width });
+    }
+    let matrix = matrix.tensor()?;
     let is_transposed = !matrix.is_contiguous();
     let stored = if is_transposed { matrix.t()? } else { matrix.clone() };
-    let (contexts, stored) = (locked("contexts", contexts)?, locked("weight", &stored)?);
-    f(isa, contexts.values()?, ListedMatrix { values: stored.values()?, rows, width, is_transposed })
+    let stored = locked("weight", &stored)?;
+    let values =
+        if is_transposed { ListedValues::Columns(stored.values()?) } else { ListedValues::Rows(stored.values()?) };
+    f(isa, contexts.values()?, ListedMatrix { values, rows, width })
 }
 
 /// Runs a kernel without results, whose float type the compiler infers.
@@ -308,20 +336,21 @@ mod tests {
                     let transposed = weight.t()?.contiguous()?.t()?;
                     for weight in [&weight, &transposed] {
                         let (found, expected) = (
-                            list_products(&contexts, weight, &lists)?,
+                            list_products(&contexts, &Weight::Dense(weight.clone()), &lists)?,
                             id_lists::list_products(&contexts, weight, &lists)?,
                         );
                         let mask = lists.mask().unwrap_or_else(|| vec![1; found.elem_count()]);
                         let mask = Tensor::from_vec(mask, found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
                         assert!(largest_difference(&found, &(expected * mask)?) <= tolerance, "{dtype:?} {d}");
                         let upstream = Tensor::randn(0f64, 1., found.shape(), &Device::Cpu)?.to_dtype(found.dtype())?;
-                        let found = list_product_gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
+                        let listed = Weight::Dense(weight.clone());
+                        let found = list_product_gradients(&contexts, &listed, &lists, &upstream, [true; 2])?;
                         let expected =
                             id_lists::list_product_gradients(&contexts, weight, &lists, &upstream, [true; 2])?;
                         for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
                             assert!(largest_difference(found, expected) <= tolerance, "{dtype:?} {d} {count}");
                         }
-                        assert!(list_product_gradients(&contexts, weight, &lists, &upstream, [false; 2])?
+                        assert!(list_product_gradients(&contexts, &listed, &lists, &upstream, [false; 2])?
                             .iter()
                             .all(Option::is_none));
                     }

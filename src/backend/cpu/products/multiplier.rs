@@ -9,15 +9,8 @@ use crate::backend::cpu::vector::simd::Isa;
 #[derive(Clone, Copy)]
 pub(crate) struct Vectors {
     pub(crate) isa: Isa,
-    /// The dtype in which the operands are stored.
-    pub(crate) dtype: DType,
-}
-
-impl Vectors {
-    /// Returns whether the operands are stored in half precision, so that products read widened copies.
-    pub(crate) fn widens(self) -> bool {
-        matches!(self.dtype, DType::F16 | DType::BF16)
-    }
+    /// Whether the decoder is in half precision or in blocks, so that products read copies of its rows.
+    pub(crate) copies_rows: bool,
 }
 
 /// Products on a tile unit, of operands in bf16, with sums in f32.
@@ -32,6 +25,6 @@ pub(crate) struct Tiles {
 impl Tiles {
     /// Returns the products on vectors of the same operands, which are not rounded.
     pub(crate) fn vectors(self) -> Vectors {
-        Vectors { isa: self.isa, dtype: self.dtype }
+        Vectors { isa: self.isa, copies_rows: matches!(self.dtype, DType::F16 | DType::BF16) }
     }
 }

@@ -6,6 +6,7 @@ use super::super::two_pass::TwoPasses;
 use super::*;
 use crate::backend::objective::Scored;
 use crate::backend::plan::Steps;
+use crate::backend::weight::Weight;
 
 /// The ids that have equal rows of the decoder. They lie in one tile and in several.
 const EQUALS: [usize; 4] = [5, 9, 700, 1600];
@@ -18,7 +19,7 @@ fn operands(case: &Case, bonus: f64) -> Result<Operands> {
     let equals: Vec<usize> = EQUALS.into_iter().filter(|&id| id < rows.len()).collect();
     equals.iter().for_each(|&id| rows[id] = equals[0] as u32);
     let index = Tensor::new(rows.as_slice(), &Device::Cpu)?;
-    operands.weight = operands.weight.contiguous()?.index_select(&index, 0)?;
+    operands.weight = Weight::Dense(operands.weight.rows(&index)?);
     let bias = operands.bias.clone().expect("a bias").index_select(&index, 0)?;
     let extra: Vec<f64> = (0..rows.len()).map(|id| if equals.contains(&id) { bonus } else { 0.0 }).collect();
     let extra = Tensor::new(extra.as_slice(), &Device::Cpu)?.to_dtype(bias.dtype())?;
@@ -53,7 +54,7 @@ fn is_correct<F: Served>(operands: &Operands, targets: &[i64], run: Run) -> Resu
     let planned = with_computation(cpu::plan(operands, loss.task(NeedsGrad::default()), budget)?, computation);
     let targets = Targets::from_ids(&loss, operands.sizes, operands.sizes.vocab)?;
     Inputs::with(operands, |inputs: Inputs<'_, F>| {
-        let (inputs, vectors) = (Inputs { isa, ..inputs }, Vectors { isa, dtype: F::DTYPE });
+        let (inputs, vectors) = (Inputs { isa, ..inputs }, Vectors { isa, copies_rows: false });
         let gradients = BufferedGradients::none();
         let losses = match computation {
             Computation::OnePass => {
@@ -139,7 +140,7 @@ fn among_equals_the_lowest_id_is_the_most_probable() -> Result<()> {
         }
         // All ids are equal.
         let (mut operands, _) = Case::new(6, components, 7, 900).operands()?;
-        operands.weight = operands.weight.zeros_like()?;
+        operands.weight = Weight::Dense(operands.weight.tensor()?.zeros_like()?);
         operands.bias = None;
         for computation in [Computation::OnePass, Computation::TwoPasses] {
             let run = Run { computation, isa: Isa::detected()?, budget: None };

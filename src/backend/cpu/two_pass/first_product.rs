@@ -13,8 +13,10 @@ use std::ops::Range;
 
 use super::gradients::VOCAB_TILE;
 use crate::backend::cpu::memory::{Aligned, Workspace, CACHE_LINE};
+use crate::backend::cpu::operands::decoder::{DecoderMatrix, DecoderView, MatrixValues};
 use crate::backend::cpu::operands::dtype::{with_values, Accumulator, Stored};
-use crate::backend::cpu::operands::matrix::{transpose, DecoderMatrix, DecoderView, ViewMut};
+use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::operands::transpose::transpose;
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, Registers};
@@ -119,7 +121,7 @@ pub(crate) struct Panels<F> {
 /// The buffers of a thread.
 #[derive(Default)]
 pub(crate) struct VectorBuffers<F> {
-    /// The widened rows of a decoder in half precision, with one buffer for each part.
+    /// The copied rows of a decoder in half precision or in blocks, with one buffer for each part.
     widened: [Aligned<F>; 2],
     /// `[ids, width]`.
     products: Aligned<F>,
@@ -139,7 +141,7 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
     fn workspace(self, d: usize, vocab: usize) -> Workspace {
         let Registers { width, lanes, .. } = Registers::for_isa::<F>(self.isa);
         let ids = ids_at_a_time::<F>(d).min(vocab);
-        let (widened, element) = (if self.widens() { d } else { 0 }, size_of::<F>());
+        let (widened, element) = (if self.copies_rows { d } else { 0 }, size_of::<F>());
         let per_thread = (ids * (widened + width) + 3 * CACHE_LINE) * element;
         // The last panel is padded.
         Workspace { per_row: d * element, fixed: lanes * d * element, per_thread }
@@ -151,8 +153,8 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
         let rows = contexts.len() / d;
         let rows = if rows <= LIKE_DECODING { form.components } else { form.choosing_rows(rows) };
         // Lanes without a row cost as much as others, and panels need widened numbers.
-        let most = if self.widens() { lanes } else { (lanes / 2).max(1) };
-        if decoder.weight.is_transposed || rows > most {
+        let most = if self.copies_rows { lanes } else { (lanes / 2).max(1) };
+        if decoder.weight.is_transposed() || rows > most {
             return PackedContexts::Panels(Panels::new(self.isa, contexts, d));
         }
         let part_contexts = |columns: Range<usize>| {
@@ -177,9 +179,20 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
             PackedContexts::Rows(parts) => {
                 for (contexts, (columns, matrix)) in parts.iter().zip(decoder.matrices()) {
                     let (d, is_added, to) = (columns.len(), columns.start > 0, &mut *tile);
-                    with_values!(matrix.values.slice(ids.start * d..ids.end * d), decoder => {
-                        F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
-                    });
+                    match matrix.values {
+                        MatrixValues::Rows(values) => {
+                            with_values!(values.slice(ids.start * d..ids.end * d), decoder => {
+                                F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
+                            });
+                        }
+                        MatrixValues::Blocks(blocks) => blocks.multiply(contexts, ids.clone(), is_added, to),
+                        MatrixValues::Columns(_) => {
+                            let mut rows = Vec::with_capacity(ids.len() * d);
+                            ids.clone().for_each(|id| matrix.push_row(id, &mut rows));
+                            let decoder = &rows[..];
+                            F::dispatch(self.isa, DecoderDots::<F> { contexts, decoder, d, is_added, to });
+                        }
+                    }
                 }
             }
             PackedContexts::Panels(panels) => self.multiply_panels(panels, decoder, ids, tile, buffers),
@@ -243,31 +256,41 @@ impl Vectors {
         }
     }
 
-    /// Makes these rows of a part of the decoder a left operand, from where they lie, or widened to `buffer`.
+    /// Makes these rows of a part of the decoder a left operand, from where they lie, or copied to `buffer`.
     fn read_rows<'b, F: Accumulator>(
         self,
         matrix: DecoderMatrix<'b, F>,
         ids: Range<usize>,
         buffer: &'b mut Aligned<F>,
     ) -> Left<'b, F> {
-        let DecoderMatrix { values, vocab, width, is_transposed } = matrix;
+        let DecoderMatrix { values, vocab, width, .. } = matrix;
         let depth = width;
-        if let Some(values) = values.wide() {
-            return if is_transposed {
-                Left { values: &values[ids.start..], row: 1, step: vocab, depth }
-            } else {
-                Left { values: &values[ids.start * width..ids.end * width], row: width, step: 1, depth }
-            };
-        }
-        let to = &mut buffer.at_least(ids.len() * width)[..ids.len() * width];
-        if is_transposed {
-            for (column, to) in to.chunks_exact_mut(ids.len()).enumerate() {
-                self.widen(values.slice(column * vocab + ids.start..column * vocab + ids.end), to);
+        match values {
+            MatrixValues::Rows(Stored::Wide(values)) => {
+                return Left { values: &values[ids.start * width..ids.end * width], row: width, step: 1, depth };
             }
-            return Left { values: to, row: 1, step: ids.len(), depth };
+            MatrixValues::Columns(Stored::Wide(values)) => {
+                return Left { values: &values[ids.start..], row: 1, step: vocab, depth };
+            }
+            _ => {}
         }
-        self.widen(values.slice(ids.start * width..ids.end * width), to);
-        Left { values: to, row: width, step: 1, depth }
+        let copied = &mut buffer.at_least(ids.len() * width)[..ids.len() * width];
+        match values {
+            MatrixValues::Rows(values) => {
+                self.widen(values.slice(ids.start * width..ids.end * width), copied);
+                Left { values: copied, row: width, step: 1, depth }
+            }
+            MatrixValues::Columns(values) => {
+                for (column, to) in copied.chunks_exact_mut(ids.len()).enumerate() {
+                    self.widen(values.slice(column * vocab + ids.start..column * vocab + ids.end), to);
+                }
+                Left { values: copied, row: 1, step: ids.len(), depth }
+            }
+            MatrixValues::Blocks(blocks) => {
+                blocks.dequantise(ids, width, copied);
+                Left { values: copied, row: width, step: 1, depth }
+            }
+        }
     }
 
     /// Copies numbers in half precision, widened.
@@ -332,10 +355,9 @@ mod tests {
         let (weight_tensor, adapter_tensor) = (tensor(&weight), tensor(&adapter));
         let stored = [&weight_tensor, &adapter_tensor].map(|tensor| locked("decoder", tensor).expect("contiguous"));
         let matrix = |part: usize, is_transposed| DecoderMatrix {
-            values: stored[part].stored().expect("on the CPU"),
+            values: MatrixValues::stored(stored[part].stored().expect("on the CPU"), is_transposed),
             vocab,
             width: widths[part],
-            is_transposed,
         };
         let decoder = DecoderView { weight: matrix(0, transposed), adapter: (widths[1] > 0).then(|| matrix(1, false)) };
         let element = |id: usize, column: usize| match column.checked_sub(widths[0]) {
@@ -346,7 +368,7 @@ mod tests {
         for isa in Isa::available() {
             let stride = ids + 3;
             let mut to = vec![T::Acc::from_f64(MARK); rows * stride];
-            let product = Vectors { isa, dtype: T::DTYPE };
+            let product = Vectors { isa, copies_rows: T::DTYPE != T::Acc::DTYPE };
             let form = FormChoice { components, are_independent: true };
             let packed = product.contexts(&contexts, &decoder, form);
             let mut tile = ViewMut::new(&mut to, rows, ids, stride);

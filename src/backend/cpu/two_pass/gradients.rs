@@ -5,8 +5,9 @@
 //! number of threads.
 
 use crate::backend::cpu::objective::results::ColumnGradient;
+use crate::backend::cpu::operands::decoder::{DecoderMatrix, DecoderView};
 use crate::backend::cpu::operands::dtype::Accumulator;
-use crate::backend::cpu::operands::matrix::{DecoderMatrix, DecoderView, View, ViewMut};
+use crate::backend::cpu::operands::matrix::{View, ViewMut};
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::parallel;
 
@@ -76,15 +77,16 @@ fn part_gradient<F: Accumulator>(
     let rows = gradient.rows;
     // The parts are equal, and enough for all threads. Each tile copies its part of a decoder that is not read in
     // place; then the rows are cut no further than the threads need.
-    let context_tile = context_tile(d, 2);
+    let context_tile = if decoder.has_whole_rows() { d } else { context_tile(d, 2) };
     let context_parts = d.div_ceil(context_tile);
     let least_parts = rayon::current_num_threads().div_ceil(context_parts);
     let row_parts = if decoder.is_read_in_place() { rows.div_ceil(ROW_TILE).max(least_parts) } else { least_parts };
     let row_tile = rows.div_ceil(row_parts).max(LEAST_PART);
     let tiles = gradient.tiles(row_tile, context_tile);
+    let vocab_tile = if decoder.has_whole_rows() { whole_rows::<F>(d) } else { VOCAB_TILE };
     parallel::for_each_with(tiles, Vec::new, |buffer, (tile_rows, columns, mut tile)| {
-        for first in (0..vocab).step_by(VOCAB_TILE) {
-            let ids = first..vocab.min(first + VOCAB_TILE);
+        for first in (0..vocab).step_by(vocab_tile) {
+            let ids = first..vocab.min(first + vocab_tile);
             let (block, block_stride) = decoder.rows(ids.clone(), columns.clone(), buffer);
             let from = &logit_gradient[tile_rows.start * stride + first..];
             multiply(
@@ -116,6 +118,13 @@ pub(super) fn decoder_gradient<F: Float>(
         multiply(&mut tile, *is_started, logits.transposed(), contexts);
     });
     *is_started = true;
+}
+
+/// Returns the number of ids whose whole rows are copied at a time: they stay in the second-level cache.
+fn whole_rows<F>(d: usize) -> usize {
+    const STEP: usize = 48;
+    const BYTES: usize = 512 << 10;
+    (BYTES / (d * size_of::<F>()) / STEP * STEP).clamp(STEP, VOCAB_TILE)
 }
 
 /// Returns the number of columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are at

@@ -12,6 +12,7 @@
 mod argmax;
 mod distribution;
 mod first_product;
+pub(crate) mod frozen_linear;
 mod gradients;
 mod log_probs;
 mod mix;
@@ -25,9 +26,9 @@ mod tiles;
 
 use std::ops::Range;
 
+use super::inputs::Inputs;
 use super::memory::Workspace;
 use super::operands::dtype::Accumulator;
-use super::operands::matrix::Inputs;
 use super::vector::math::LogSumExp;
 use super::vector::simd::ROW_ALIGN;
 use crate::backend::objective::Task;

@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use super::first_product::FirstProduct;
+use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::objective::components::PositionLoss;
 use crate::backend::cpu::objective::ranks::Ranks;
 use crate::backend::cpu::objective::results::BufferedGradients;
 use crate::backend::cpu::objective::targets::Targets;
 use crate::backend::cpu::operands::dtype::Accumulator;
-use crate::backend::cpu::operands::matrix::Inputs;
 use crate::backend::cpu::vector::math::LogSumExp;
 use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;

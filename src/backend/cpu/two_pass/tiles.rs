@@ -7,7 +7,8 @@ use half::bf16;
 
 use super::first_product::{FirstProduct, FormChoice, PackedContexts};
 use crate::backend::cpu::memory::{Aligned, Workspace};
-use crate::backend::cpu::operands::matrix::{DecoderView, ViewMut};
+use crate::backend::cpu::operands::decoder::DecoderView;
+use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
 use crate::backend::cpu::tiles::product::{SquareProduct, PAIRS, SIDE, SQUARE};
@@ -66,7 +67,7 @@ impl FirstProduct<f32> for Tiles {
     fn contexts<'c>(self, contexts: &'c [f32], decoder: &DecoderView<'_, f32>, form: FormChoice) -> TileContexts<'c> {
         let d = decoder.width();
         let most = if self.dtype == DType::BF16 { FEW_BF16_ROWS } else { FEW_WIDE_ROWS };
-        if form.choosing_rows(contexts.len() / d) <= most && !decoder.weight.is_transposed {
+        if form.choosing_rows(contexts.len() / d) <= most && !decoder.weight.is_transposed() {
             return TileContexts::Few(self.vectors().contexts(contexts, decoder, form));
         }
         let across = d.div_ceil(SIDE);

@@ -7,6 +7,7 @@ use crate::backend::objective::{
 };
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Planned;
+use crate::backend::weight::Weight;
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
 
@@ -64,11 +65,11 @@ impl Case {
             sizes: self.sizes,
             contexts: rounded(random(2, &[positions, components, context_dim], 1.0)),
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
-            weight: if !self.transposed {
+            weight: Weight::Dense(if !self.transposed {
                 rounded(random(3, &[rows, d], self.scale))
             } else {
                 rounded(random(3, &[d, rows], self.scale)).t().unwrap()
-            },
+            }),
             adapter: (self.rank > 0).then(|| rounded(random(9, &[rows, self.rank], self.scale))),
             bias: Some(random(4, &[rows], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             logit_scale: self.logit_scale,

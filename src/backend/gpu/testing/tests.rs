@@ -12,6 +12,7 @@ use crate::backend::gpu::decoding::ranked;
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::ranking::TopKQuery;
+use crate::backend::weight::Weight;
 use crate::loss::{LossOptions, Precision, Reduction};
 use crate::tensors::log_softmax;
 
@@ -303,7 +304,7 @@ fn a_z_loss_that_cancels_the_mass_keeps_the_gradient_of_the_target() {
         let operands = Operands {
             contexts: ones(&[1, 1, 1]),
             log_priors: None,
-            weight: ones(&[1, 1]).neg().unwrap(),
+            weight: Weight::Dense(ones(&[1, 1]).neg().unwrap()),
             bias: None,
             ..case.operands(DType::F32)
         };
@@ -394,7 +395,8 @@ fn ties_are_ranked_by_id_and_a_nan_comes_first() {
     for gpu in EmulatedGpu::all() {
         let case = case(2, 1, 3, 700);
         let operands = case.operands(DType::F32);
-        let operands = Operands { weight: operands.weight.zeros_like().unwrap(), ..operands };
+        let operands =
+            Operands { weight: Weight::Dense(operands.weight.tensor().unwrap().zeros_like().unwrap()), ..operands };
         let mut bias = [0f32; 700];
         bias[650] = 1.0;
         bias[3] = f32::NEG_INFINITY;

@@ -1,0 +1,73 @@
+//! Rows of blocks: copies of them, and their products with contexts.
+
+use std::ops::Range;
+
+use super::block;
+use super::kind::BlockType;
+use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::products::gemv::DecoderDots;
+use crate::backend::cpu::vector::simd::{Float, Isa};
+
+/// Rows of whole blocks, one after the other.
+#[derive(Clone, Copy)]
+pub(crate) struct Blocks<'a> {
+    kind: BlockType,
+    bytes: &'a [u8],
+    /// The number of weights of a row.
+    width: usize,
+}
+
+impl<'a> Blocks<'a> {
+    /// Takes bytes as rows of `width` weights.
+    pub(crate) fn new(kind: BlockType, bytes: &'a [u8], width: usize) -> Self {
+        assert!(width > 0 && width.is_multiple_of(kind.weights()));
+        let blocks = Blocks { kind, bytes, width };
+        assert!(bytes.len().is_multiple_of(blocks.row_bytes()));
+        blocks
+    }
+
+    /// Returns the number of rows.
+    pub(crate) fn rows(&self) -> usize {
+        self.bytes.len() / self.row_bytes()
+    }
+
+    /// Returns the number of bytes of a row.
+    fn row_bytes(&self) -> usize {
+        self.width / self.kind.weights() * self.kind.bytes()
+    }
+
+    /// Writes the rows of some ids, the i-th at `to[i * stride..]`, with the bits of candle's `dequantize`.
+    pub(crate) fn dequantise(&self, _: Isa, ids: Range<usize>, stride: usize, to: &mut [f32]) {
+        assert!(ids.end <= self.rows());
+        let row_bytes = self.row_bytes();
+        let rows = self.bytes[ids.start * row_bytes..ids.end * row_bytes].chunks_exact(row_bytes);
+        for (row, to) in rows.zip(to.chunks_mut(stride)) {
+            let to = to[..self.width].chunks_exact_mut(self.kind.weights());
+            row.chunks_exact(self.kind.bytes()).zip(to).for_each(|(block, to)| block::dequantise(self.kind, block, to));
+        }
+    }
+
+    /// Computes `to[row, id - ids.start] = contexts[row] . rows[id]` for contexts `[rows, width]`, or adds these products
+    /// to what `to` holds. The order of a sum does not depend on the number of contexts.
+    pub(crate) fn dots(
+        &self,
+        isa: Isa,
+        contexts: &[f32],
+        ids: Range<usize>,
+        is_added: bool,
+        to: &mut ViewMut<'_, f32>,
+    ) {
+        let at_a_time = (TILE_BYTES / (self.width * size_of::<f32>())).max(1);
+        let mut tile = vec![0.0; at_a_time.min(ids.len()) * self.width];
+        for first in ids.clone().step_by(at_a_time) {
+            let block = first..ids.end.min(first + at_a_time);
+            let decoder = &mut tile[..block.len() * self.width];
+            self.dequantise(isa, block.clone(), self.width, decoder);
+            let to = &mut to.columns(first - ids.start..block.end - ids.start);
+            f32::dispatch(isa, DecoderDots { contexts, decoder: &*decoder, d: self.width, is_added, to });
+        }
+    }
+}
+
+/// The bytes of the dequantised rows that are multiplied at a time: they stay in the second-level cache.
+const TILE_BYTES: usize = 192 << 10;

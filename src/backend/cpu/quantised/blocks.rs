@@ -2,8 +2,16 @@
 
 use std::ops::Range;
 
+#[cfg(target_arch = "x86_64")]
+use super::avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+use super::avx512::Vbmi;
 use super::block;
+#[cfg(target_arch = "x86_64")]
+use super::few::{Dequantise, FewDots};
 use super::kind::BlockType;
+#[cfg(target_arch = "x86_64")]
+use super::unpack::BlockKernel;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::vector::simd::{Float, Isa};
@@ -37,11 +45,17 @@ impl<'a> Blocks<'a> {
     }
 
     /// Writes the rows of some ids, the i-th at `to[i * stride..]`, with the bits of candle's `dequantize`.
-    pub(crate) fn dequantise(&self, _: Isa, ids: Range<usize>, stride: usize, to: &mut [f32]) {
-        assert!(ids.end <= self.rows());
+    pub(crate) fn dequantise(&self, isa: Isa, ids: Range<usize>, stride: usize, to: &mut [f32]) {
+        let rows = self.bytes_of(ids);
         let row_bytes = self.row_bytes();
-        let rows = self.bytes[ids.start * row_bytes..ids.end * row_bytes].chunks_exact(row_bytes);
-        for (row, to) in rows.zip(to.chunks_mut(stride)) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(unpacking) = Unpacking::new(isa) {
+            let width = self.width;
+            return unpacking.run(self.kind, Dequantise { rows, row_bytes, width, stride, to });
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = isa;
+        for (row, to) in rows.chunks_exact(row_bytes).zip(to.chunks_mut(stride)) {
             let to = to[..self.width].chunks_exact_mut(self.kind.weights());
             row.chunks_exact(self.kind.bytes()).zip(to).for_each(|(block, to)| block::dequantise(self.kind, block, to));
         }
@@ -57,7 +71,21 @@ impl<'a> Blocks<'a> {
         is_added: bool,
         to: &mut ViewMut<'_, f32>,
     ) {
-        let at_a_time = (TILE_BYTES / (self.width * size_of::<f32>())).max(1);
+        #[cfg(target_arch = "x86_64")]
+        if let Some(unpacking) = Unpacking::new(isa) {
+            let (row_bytes, width) = (self.row_bytes(), self.width);
+            if contexts.len() <= unpacking.most_rows() * width {
+                let rows = self.bytes_of(ids);
+                return unpacking.run(self.kind, FewDots { contexts, rows, row_bytes, width, is_added, to });
+            }
+            return self.dots_by_tiles(unpacking.isa(), contexts, ids, is_added, to);
+        }
+        self.dots_by_tiles(isa, contexts, ids, is_added, to);
+    }
+
+    /// As [`Self::dots`], with copies of a few rows at a time.
+    fn dots_by_tiles(&self, isa: Isa, contexts: &[f32], ids: Range<usize>, is_added: bool, to: &mut ViewMut<'_, f32>) {
+        let at_a_time = (TILE_BYTES / (self.width * size_of::<f32>())).max(1).next_multiple_of(4);
         let mut tile = vec![0.0; at_a_time.min(ids.len()) * self.width];
         for first in ids.clone().step_by(at_a_time) {
             let block = first..ids.end.min(first + at_a_time);
@@ -65,6 +93,54 @@ impl<'a> Blocks<'a> {
             self.dequantise(isa, block.clone(), self.width, decoder);
             let to = &mut to.columns(first - ids.start..block.end - ids.start);
             f32::dispatch(isa, DecoderDots { contexts, decoder: &*decoder, d: self.width, is_added, to });
+        }
+    }
+
+    /// Returns the bytes of the rows of some ids.
+    fn bytes_of(&self, ids: Range<usize>) -> &'a [u8] {
+        &self.bytes[ids.start * self.row_bytes()..ids.end * self.row_bytes()]
+    }
+}
+
+/// The instruction sets that have kernels over blocks.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+enum Unpacking {
+    Avx512(Vbmi),
+    Avx2(Avx2),
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Unpacking {
+    /// Returns the kernels for an instruction set. AVX-512 without permutations of bytes has those of AVX2.
+    fn new(isa: Isa) -> Option<Self> {
+        match isa {
+            Isa::Avx512(v) => Vbmi::new(v).map(Unpacking::Avx512).or_else(|| Self::new(Isa::Avx2(*v))),
+            Isa::Avx2(v) => Avx2::new(v).map(Unpacking::Avx2),
+            Isa::Scalar(_) => None,
+        }
+    }
+
+    /// Returns the instruction set, in whose order all products are summed.
+    fn isa(self) -> Isa {
+        match self {
+            Unpacking::Avx512(unpacking) => Isa::Avx512(unpacking.simd()),
+            Unpacking::Avx2(unpacking) => Isa::Avx2(*unpacking),
+        }
+    }
+
+    /// Returns the most contexts whose sums are worth unpacking for once more.
+    fn most_rows(self) -> usize {
+        match self {
+            Unpacking::Avx512(_) => 8,
+            Unpacking::Avx2(_) => 4,
+        }
+    }
+
+    fn run(self, kind: BlockType, kernel: impl BlockKernel) {
+        match self {
+            Unpacking::Avx512(unpacking) => unpacking.run(kind, kernel),
+            Unpacking::Avx2(unpacking) => unpacking.run(kind, kernel),
         }
     }
 }

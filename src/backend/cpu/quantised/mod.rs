@@ -10,7 +10,19 @@
 //!
 //! Each product and difference is rounded on its own, as candle rounds it.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod block;
 pub(crate) mod blocks;
+#[cfg(target_arch = "x86_64")]
+mod bytes;
+#[cfg(target_arch = "x86_64")]
+mod few;
 pub(crate) mod kind;
 pub(crate) mod rows;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+mod unpack;

@@ -1,0 +1,137 @@
+//! The products of a few contexts, in the registers in which weights are unpacked, and copies of rows.
+
+use super::unpack::{for_each_unit, BlockKernel, Unpack};
+use crate::backend::cpu::memory::{prefetch_to_second_level, CACHE_LINE};
+use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::vector::simd::Vector;
+
+/// Copies rows of blocks, the i-th to `to[i * stride..]`.
+pub(super) struct Dequantise<'a> {
+    pub(super) rows: &'a [u8],
+    pub(super) row_bytes: usize,
+    pub(super) width: usize,
+    pub(super) stride: usize,
+    pub(super) to: &'a mut [f32],
+}
+
+impl BlockKernel for Dequantise<'_> {
+    #[inline(always)]
+    fn run<B: Unpack>(self, unpack: B) {
+        for (row, to) in self.rows.chunks_exact(self.row_bytes).zip(self.to.chunks_mut(self.stride)) {
+            let weights = B::WEIGHTS * B::UNITS;
+            let to = to[..self.width].chunks_exact_mut(weights);
+            for (block, to) in B::blocks(row).iter().zip(to) {
+                let scales = unpack.scales(block);
+                for_each_unit!(B, UNIT => {
+                    let (to, _) = B::Simd::split_mut(&mut to[UNIT * B::WEIGHTS..][..B::WEIGHTS]);
+                    to.copy_from_slice(unpack.unit::<UNIT>(block, &scales).as_ref());
+                });
+            }
+        }
+    }
+}
+
+/// The most contexts that [`FewDots`] multiplies at a time.
+pub(super) const MOST_ROWS: usize = 8;
+
+/// Computes `to[row, id] = contexts[row] . rows[id]` for at most [`MOST_ROWS`] contexts.
+pub(super) struct FewDots<'a, 'b> {
+    /// `[contexts, width]`
+    pub(super) contexts: &'a [f32],
+    /// The blocks of whole rows.
+    pub(super) rows: &'a [u8],
+    pub(super) row_bytes: usize,
+    pub(super) width: usize,
+    /// Whether the products are added to what `to` holds, or replace it.
+    pub(super) is_added: bool,
+    pub(super) to: &'a mut ViewMut<'b, f32>,
+}
+
+impl BlockKernel for FewDots<'_, '_> {
+    #[inline(always)]
+    fn run<B: Unpack>(mut self, unpack: B) {
+        // Each number of contexts would be a kernel of its own; those between read one context twice.
+        match self.contexts.len() / self.width {
+            0 => {}
+            1 => self.multiply::<1, 4, B>(unpack),
+            2 => self.multiply::<2, 4, B>(unpack),
+            3..=4 => self.multiply::<4, 2, B>(unpack),
+            5..=6 => self.multiply::<6, 2, B>(unpack),
+            _ => self.multiply::<MOST_ROWS, 2, B>(unpack),
+        }
+    }
+}
+
+impl FewDots<'_, '_> {
+    /// Multiplies all ids, `IDS` at a time. One context has four ids, as their sums are so many chains of products.
+    #[inline(always)]
+    fn multiply<const ROWS: usize, const IDS: usize, B: Unpack>(&mut self, unpack: B) {
+        let mut id = 0;
+        for rows in self.rows.chunks(IDS * self.row_bytes) {
+            let ids = rows.len() / self.row_bytes;
+            // The last ids are fewer: the last one is multiplied again in place of those that lack.
+            let mut blocks: [&[B::Block]; IDS] = [&[]; IDS];
+            for n in 0..IDS {
+                blocks[n] = B::blocks(&rows[n.min(ids - 1) * self.row_bytes..][..self.row_bytes]);
+            }
+            let sums = self.sums::<ROWS, IDS, B>(unpack, blocks);
+            for row in 0..self.contexts.len() / self.width {
+                let to = &mut self.to.row_mut(row)[id..id + ids];
+                for n in 0..ids {
+                    to[n] = if self.is_added { to[n] + sums[row][n] } else { sums[row][n] };
+                }
+            }
+            id += ids;
+        }
+    }
+
+    /// Computes the products of all contexts with some ids.
+    #[inline(always)]
+    fn sums<const ROWS: usize, const IDS: usize, B: Unpack>(
+        &self,
+        unpack: B,
+        ids: [&[B::Block]; IDS],
+    ) -> [[f32; IDS]; ROWS] {
+        let v = unpack.simd();
+        let last = self.contexts.len() / self.width - 1;
+        let mut contexts: [&[<B::Simd as Vector<f32>>::Reg]; ROWS] = [&[]; ROWS];
+        for row in 0..ROWS {
+            contexts[row] = B::Simd::split(&self.contexts[row.min(last) * self.width..][..self.width]).0;
+        }
+        let blocks = ids[0].len();
+        let mut sums = [[v.splat(0.0); IDS]; ROWS];
+        for b in 0..blocks {
+            let mut scales = [unpack.scales(&ids[0][b]); IDS];
+            for id in 0..IDS {
+                // The same block of the ids that come next.
+                let next = (&raw const ids[id][b]).cast::<u8>().wrapping_add(IDS * self.row_bytes);
+                for line in 0..size_of::<B::Block>().div_ceil(CACHE_LINE) {
+                    prefetch_to_second_level(next.wrapping_add(line * CACHE_LINE));
+                }
+                if id > 0 {
+                    scales[id] = unpack.scales(&ids[id][b]);
+                }
+            }
+            for_each_unit!(B, UNIT => {
+                let at = b * B::UNITS + UNIT;
+                for id in 0..IDS {
+                    let weights = unpack.unit::<UNIT>(&ids[id][b], &scales[id]);
+                    let weights = weights.as_ref();
+                    for row in 0..ROWS {
+                        let context = &contexts[row][at * weights.len()..][..weights.len()];
+                        for j in 0..weights.len() {
+                            sums[row][id] = v.mul_add(context[j], weights[j], sums[row][id]);
+                        }
+                    }
+                }
+            });
+        }
+        let mut results = [[0.0; IDS]; ROWS];
+        for row in 0..ROWS {
+            for id in 0..IDS {
+                results[row][id] = v.sum(sums[row][id]);
+            }
+        }
+        results
+    }
+}

@@ -1,0 +1,63 @@
+//! Blocks as registers of weights, for the instruction sets that have kernels of their own.
+
+use crate::backend::cpu::vector::simd::Vector;
+
+/// Unpacks the blocks of one type. A block is read by units of consecutive weights, so that the units of several ids
+/// take turns: the sum of one id waits for each of its products.
+pub(super) trait Unpack: Copy {
+    /// The vectors of the instruction set.
+    type Simd: Vector<f32>;
+    /// The bytes of a block.
+    type Block: Copy;
+    /// The scales of a block.
+    type Scales: Copy;
+    /// The registers of a unit.
+    type Unit: Copy + AsRef<[<Self::Simd as Vector<f32>>::Reg]>;
+    /// The number of weights of a unit.
+    const WEIGHTS: usize;
+    /// The number of units of a block, at most 8.
+    const UNITS: usize;
+
+    /// Returns the vectors.
+    fn simd(self) -> Self::Simd;
+    /// Cuts whole blocks.
+    fn blocks(bytes: &[u8]) -> &[Self::Block];
+    /// Computes the scales of a block.
+    fn scales(self, block: &Self::Block) -> Self::Scales;
+    /// Computes the weights of the unit `U`.
+    fn unit<const U: usize>(self, block: &Self::Block, scales: &Self::Scales) -> Self::Unit;
+}
+
+/// The scales of a block in memory, whence each is broadcast by a load.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(super) struct InMemory(pub(super) [f32; 16]);
+
+impl InMemory {
+    /// Keeps the scales out of registers: the compiler would replace each load by shuffles, which are slower.
+    #[inline(always)]
+    pub(super) fn kept(mut self) -> Self {
+        std::hint::black_box(&mut self);
+        self
+    }
+}
+
+/// A computation over blocks, compiled for each type and instruction set.
+pub(super) trait BlockKernel {
+    /// Computes. Implementations are `#[inline(always)]`.
+    fn run<B: Unpack>(self, unpack: B);
+}
+
+/// Evaluates an expression for each unit of a block, which is a constant in it.
+macro_rules! for_each_unit {
+    ($B:ident, $unit:ident => $body:expr) => {
+        for_each_unit!($B, $unit => $body; 0 1 2 3 4 5 6 7)
+    };
+    ($B:ident, $unit:ident => $body:expr; $($value:literal)*) => { $(
+        if const { $value < $B::UNITS } {
+            const $unit: usize = $value;
+            $body
+        }
+    )* };
+}
+pub(super) use for_each_unit;

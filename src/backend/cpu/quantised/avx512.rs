@@ -48,7 +48,7 @@ impl Vbmi {
 
     /// Converts 16 signed bytes.
     #[inline(always)]
-    fn from_i8(self, bytes: [u8; 16]) -> __m512 {
+    fn signed(self, bytes: [u8; 16]) -> __m512 {
         let f = self.0.avx512f;
         f._mm512_cvtepi32_ps(f._mm512_cvtepi8_epi32(cast(bytes)))
     }
@@ -73,7 +73,7 @@ impl Vbmi {
         let f = self.0.avx512f;
         let (d, least) = (self.half(at(block, 0)), self.half(at(block, 2)));
         let factors = f._mm512_mask_blend_ps(0xff00, d, least);
-        let numbers = self.from_i8(cast(unpacked_scales(at(block, 4))));
+        let numbers = self.signed(cast(unpacked_scales(at(block, 4))));
         InMemory(cast(f._mm512_mul_ps(numbers, factors))).kept()
     }
 }
@@ -131,7 +131,7 @@ impl Q8_0 {
     fn weights<const U: usize>(self, block: &[u8; 34], (): &()) -> [__m512; 2] {
         let f = self.0 .0.avx512f;
         let d = self.0.half(at(block, 0));
-        let [low, high] = [self.0.from_i8(at(block, 2)), self.0.from_i8(at(block, 18))];
+        let [low, high] = [self.0.signed(at(block, 2)), self.0.signed(at(block, 18))];
         [f._mm512_mul_ps(low, d), f._mm512_mul_ps(high, d)]
     }
 }
@@ -163,9 +163,9 @@ impl Q4K {
     fn weights<const U: usize>(self, block: &[u8; 144], scales: &InMemory) -> [__m512; 4] {
         let f = self.0 .0.avx512f;
         let mut tables = [f._mm512_setzero_ps(); 2];
-        for i in 0..2 {
+        for (i, table) in tables.iter_mut().enumerate() {
             let (scale, offset) = (scales.0[2 * U + i], scales.0[8 + 2 * U + i]);
-            tables[i] = f._mm512_fmsub_ps(cast(NIBBLES), f._mm512_set1_ps(scale), f._mm512_set1_ps(offset));
+            *table = f._mm512_fmsub_ps(cast(NIBBLES), f._mm512_set1_ps(scale), f._mm512_set1_ps(offset));
         }
         let bytes =
             [self.0.integers(cast(at::<16>(block, 16 + 32 * U))), self.0.integers(cast(at::<16>(block, 32 + 32 * U)))];
@@ -185,7 +185,7 @@ impl Q5K {
     }
     #[inline(always)]
     fn weights<const U: usize>(self, block: &[u8; 176], scales: &InMemory) -> [__m512; 4] {
-        let (f, bw) = (self.0 .0.avx512f, self.0 .0.avx512bw);
+        let f = self.0 .0.avx512f;
         let nibbles: __m256i = cast(at::<32>(block, 48 + 32 * U));
         let low = f._mm512_castsi256_si512(nibbles);
         let low = f._mm512_inserti64x4::<1>(low, self.0 .0.avx2._mm256_srli_epi16::<4>(nibbles));
@@ -224,7 +224,7 @@ static AS_FLOATS: [[u8; 64]; 4] = {
 impl Q6K {
     #[inline(always)]
     fn block_scales(self, block: &[u8; 210]) -> InMemory {
-        let scales = self.0.from_i8(at(block, 192));
+        let scales = self.0.signed(at(block, 192));
         InMemory(cast(self.0 .0.avx512f._mm512_mul_ps(scales, self.0.half(at(block, 208))))).kept()
     }
     /// Moves a code of six bits into the float 128 + code by a permutation of bytes; a subtraction leaves code - 32.
@@ -233,11 +233,12 @@ impl Q6K {
         let (f, bw) = (self.0 .0.avx512f, self.0 .0.avx512bw);
         let half = U / 2;
         let low: __m512i = cast(at::<64>(block, 64 * half));
-        let low = if U % 2 == 0 { low } else { bw._mm512_srli_epi16::<4>(low) };
+        let low = if U.is_multiple_of(2) { low } else { bw._mm512_srli_epi16::<4>(low) };
         let low = f._mm512_and_si512(low, f._mm512_set1_epi8(15));
         // A rotation brings the two high bits of each code to their place.
         let high = f._mm512_broadcast_i64x4(cast(at::<32>(block, 128 + 32 * half)));
-        let high = f._mm512_rolv_epi32(high, if U % 2 == 0 { self.0.halves(4, 2) } else { self.0.halves(0, 30) });
+        let high =
+            f._mm512_rolv_epi32(high, if U.is_multiple_of(2) { self.0.halves(4, 2) } else { self.0.halves(0, 30) });
         // low | high & 0x30
         let codes = f._mm512_ternarylogic_epi32::<0xf8>(low, high, f._mm512_set1_epi8(0x30));
         // The bytes 0 and 1 of 128.0 are 0, and its byte 3 is 0x43.

@@ -98,6 +98,7 @@ impl<'a> Blocks<'a> {
 
     /// Returns the bytes of the rows of some ids.
     fn bytes_of(&self, ids: Range<usize>) -> &'a [u8] {
+        assert!(ids.end <= self.rows());
         &self.bytes[ids.start * self.row_bytes()..ids.end * self.row_bytes()]
     }
 }

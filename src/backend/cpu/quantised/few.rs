@@ -75,10 +75,9 @@ impl FewDots<'_, '_> {
                 blocks[n] = B::blocks(&rows[n.min(ids - 1) * self.row_bytes..][..self.row_bytes]);
             }
             let sums = self.sums::<ROWS, IDS, B>(unpack, blocks);
-            for row in 0..self.contexts.len() / self.width {
-                let to = &mut self.to.row_mut(row)[id..id + ids];
-                for n in 0..ids {
-                    to[n] = if self.is_added { to[n] + sums[row][n] } else { sums[row][n] };
+            for (row, sums) in sums.iter().enumerate().take(self.contexts.len() / self.width) {
+                for (to, &sum) in self.to.row_mut(row)[id..id + ids].iter_mut().zip(sums) {
+                    *to = if self.is_added { *to + sum } else { sum };
                 }
             }
             id += ids;
@@ -95,13 +94,12 @@ impl FewDots<'_, '_> {
         let v = unpack.simd();
         let last = self.contexts.len() / self.width - 1;
         let mut contexts: [&[<B::Simd as Vector<f32>>::Reg]; ROWS] = [&[]; ROWS];
-        for row in 0..ROWS {
-            contexts[row] = B::Simd::split(&self.contexts[row.min(last) * self.width..][..self.width]).0;
+        for (row, context) in contexts.iter_mut().enumerate() {
+            *context = B::Simd::split(&self.contexts[row.min(last) * self.width..][..self.width]).0;
         }
-        let blocks = ids[0].len();
         let mut sums = [[v.splat(0.0); IDS]; ROWS];
-        for b in 0..blocks {
-            let mut scales = [unpack.scales(&ids[0][b]); IDS];
+        for (b, block) in ids[0].iter().enumerate() {
+            let mut scales = [unpack.scales(block); IDS];
             for id in 0..IDS {
                 // The same block of the ids that come next.
                 let next = (&raw const ids[id][b]).cast::<u8>().wrapping_add(IDS * self.row_bytes);

@@ -12,6 +12,8 @@ use super::few::{Dequantise, FewDots};
 use super::kind::BlockType;
 #[cfg(target_arch = "x86_64")]
 use super::unpack::BlockKernel;
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::vector::simd::{Float, Isa};
@@ -75,8 +77,13 @@ impl<'a> Blocks<'a> {
         if let Some(unpacking) = Unpacking::new(isa) {
             let (row_bytes, width) = (self.row_bytes(), self.width);
             if contexts.len() <= unpacking.most_rows() * width {
-                let rows = self.bytes_of(ids);
-                return unpacking.run(self.kind, FewDots { contexts, rows, row_bytes, width, is_added, to });
+                let (rows, stride) = (self.bytes_of(ids), width + CONTEXT_PADDING);
+                let mut padded = Aligned::zeros(contexts.len() / width * stride);
+                for (to, context) in padded.chunks_exact_mut(stride).zip(contexts.chunks_exact(width)) {
+                    to[..width].copy_from_slice(context);
+                }
+                let contexts = &padded;
+                return unpacking.run(self.kind, FewDots { contexts, stride, rows, row_bytes, width, is_added, to });
             }
             return self.dots_by_tiles(unpacking.isa(), contexts, ids, is_added, to);
         }
@@ -146,5 +153,9 @@ impl Unpacking {
     }
 }
 
+/// The elements between two contexts that are multiplied in registers. Without them, contexts of a power of two would lie
+/// in the same sets of the first-level cache.
+#[cfg(target_arch = "x86_64")]
+const CONTEXT_PADDING: usize = 16;
 /// The bytes of the dequantised rows that are multiplied at a time: they stay in the second-level cache.
 const TILE_BYTES: usize = 192 << 10;

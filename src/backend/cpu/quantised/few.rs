@@ -36,8 +36,9 @@ pub(super) const MOST_ROWS: usize = 8;
 
 /// Computes `to[row, id] = contexts[row] . rows[id]` for at most [`MOST_ROWS`] contexts.
 pub(super) struct FewDots<'a, 'b> {
-    /// `[contexts, width]`
+    /// `[contexts, stride]`, of which the first `width` columns are multiplied.
     pub(super) contexts: &'a [f32],
+    pub(super) stride: usize,
     /// The blocks of whole rows.
     pub(super) rows: &'a [u8],
     pub(super) row_bytes: usize,
@@ -51,7 +52,7 @@ impl BlockKernel for FewDots<'_, '_> {
     #[inline(always)]
     fn run<B: Unpack>(mut self, unpack: B) {
         // Each number of contexts would be a kernel of its own; those between read one context twice.
-        match self.contexts.len() / self.width {
+        match self.contexts.len() / self.stride {
             0 => {}
             1 => self.multiply::<1, 4, B>(unpack),
             2 => self.multiply::<2, 4, B>(unpack),
@@ -75,7 +76,7 @@ impl FewDots<'_, '_> {
                 blocks[n] = B::blocks(&rows[n.min(ids - 1) * self.row_bytes..][..self.row_bytes]);
             }
             let sums = self.sums::<ROWS, IDS, B>(unpack, blocks);
-            for (row, sums) in sums.iter().enumerate().take(self.contexts.len() / self.width) {
+            for (row, sums) in sums.iter().enumerate().take(self.contexts.len() / self.stride) {
                 for (to, &sum) in self.to.row_mut(row)[id..id + ids].iter_mut().zip(sums) {
                     *to = if self.is_added { *to + sum } else { sum };
                 }
@@ -92,10 +93,10 @@ impl FewDots<'_, '_> {
         ids: [&[B::Block]; IDS],
     ) -> [[f32; IDS]; ROWS] {
         let v = unpack.simd();
-        let last = self.contexts.len() / self.width - 1;
+        let last = self.contexts.len() / self.stride - 1;
         let mut contexts: [&[<B::Simd as Vector<f32>>::Reg]; ROWS] = [&[]; ROWS];
         for (row, context) in contexts.iter_mut().enumerate() {
-            *context = B::Simd::split(&self.contexts[row.min(last) * self.width..][..self.width]).0;
+            *context = B::Simd::split(&self.contexts[row.min(last) * self.stride..][..self.width]).0;
         }
         let mut sums = [[v.splat(0.0); IDS]; ROWS];
         for (b, block) in ids[0].iter().enumerate() {

@@ -1,0 +1,137 @@
+//! Products with quantised rows: their time beside candle's, and their error.
+//!
+//!     cargo run --release -p lab --bin quantised -- --vocab 128256 --context 2048
+//!
+//! Prints a table, some minutes on 2 cores. All that a row of it compares runs in turn, after candle has repacked its
+//! weights; times are medians. *ratio* is the time over candle's `QMatMul`, which rounds the activations to 8 bits; *f32* that over
+//! candle's product of the dequantised rows. The errors are the largest of a sample of logits against f64 of the dequantised rows,
+//! relative to the root mean square of the logits. *loss* is a loss with the gradient of the hidden states over the same of
+//! a frozen decoder in f32, and *next* `next_tokens` over the same.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
+use candle_core::{DType, Device, Module, Tensor, Var};
+use clap::Parser;
+use lab::values::positive;
+use mos_head::decode::{Sampling, TokenRequest};
+use mos_head::parts::QuantisedLinear;
+use mos_head::{LossOptions, OutputLayer, Result, SoftmaxHead};
+
+const TYPES: [GgmlDType; 5] = [GgmlDType::Q8_0, GgmlDType::Q6K, GgmlDType::Q5K, GgmlDType::Q4K, GgmlDType::Q4_0];
+/// The number of logits of a position whose errors are computed.
+const SAMPLE: usize = 4096;
+
+/// Prints the time and the error of products with quantised rows, beside candle's
+#[derive(Parser)]
+struct Args {
+    /// Number of token ids
+    #[arg(long, default_value_t = 32_768, value_parser = positive)]
+    vocab: usize,
+    /// Size of a context: a multiple of 256
+    #[arg(long, default_value_t = 1024, value_parser = positive)]
+    context: usize,
+    /// Numbers of positions
+    #[arg(long, num_args = 1.., default_values_t = [1, 8, 64, 512])]
+    positions: Vec<usize>,
+    /// Number of times that each is run
+    #[arg(long, default_value_t = 9, value_parser = positive)]
+    reps: usize,
+}
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    println!("| type | positions | ms | ratio | f32 | loss | next | error | candle's error |");
+    println!("|---|---|---|---|---|---|---|---|---|");
+    let &Args { vocab, context, reps, .. } = args;
+    // Logits of a root mean square of about one.
+    let weight = (Tensor::randn(0f32, 1., (vocab, context), &Device::Cpu)? / (context as f64).sqrt())?;
+    for dtype in TYPES {
+        let quantised = Arc::new(QTensor::quantize(&weight, dtype)?);
+        let rows = quantised.dequantize(&Device::Cpu)?;
+        let layer = QuantisedLinear::new(quantised.clone(), None)?;
+        let candle = QMatMul::from_arc(quantised.clone())?;
+        let head = SoftmaxHead::from_quantised(quantised, None)?;
+        let dense = SoftmaxHead::from_tensors(rows.clone(), None)?;
+        for &positions in &args.positions {
+            let hidden = Var::randn(0f32, 1., (positions, context), &Device::Cpu)?;
+            let input = hidden.detach();
+            let targets: Vec<u32> = (0..positions).map(|i| (i * 7919 % vocab) as u32).collect();
+            let targets = Tensor::new(targets, &Device::Cpu)?;
+            let loss = |head: &SoftmaxHead| {
+                head.loss(&hidden, &targets, &LossOptions::new())?.backward()?;
+                Ok(())
+            };
+            let next = |head: &SoftmaxHead| {
+                let request = |seed| TokenRequest::new(Sampling::new(), seed);
+                let requests = (0..positions as u64).map(request).collect::<Result<Vec<_>>>()?;
+                head.next_tokens(&input, &requests.iter().collect::<Vec<_>>())?;
+                Ok(())
+            };
+            let [own, theirs, product, own_loss, dense_loss, own_next, dense_next] = medians(
+                reps,
+                [
+                    &mut || Ok(drop(layer.forward(&input)?)),
+                    &mut || Ok(drop(candle.forward(&input)?)),
+                    &mut || Ok(drop(input.matmul(&rows.t()?)?)),
+                    &mut || loss(&head),
+                    &mut || loss(&dense),
+                    &mut || next(&head),
+                    &mut || next(&dense),
+                ],
+            )?;
+            let errors = [layer.forward(&input)?, candle.forward(&input)?];
+            let [error, candles] = errors.map(|logits| largest_error(&logits, &input, &rows));
+            println!(
+                "| {dtype:?} | {positions} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1e} | {:.1e} |",
+                own * 1e3,
+                own / theirs,
+                own / product,
+                own_loss / dense_loss,
+                own_next / dense_next,
+                error?,
+                candles?
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Returns the median seconds of several functions that run in turn, the first time of which does not count.
+fn medians<const N: usize>(reps: usize, mut functions: [&mut dyn FnMut() -> Result<()>; N]) -> Result<[f64; N]> {
+    let mut seconds = [const { Vec::new() }; N];
+    for rep in 0..=reps {
+        for (function, seconds) in functions.iter_mut().zip(&mut seconds) {
+            let start = Instant::now();
+            function()?;
+            if rep > 0 {
+                seconds.push(start.elapsed().as_secs_f64());
+            }
+        }
+    }
+    Ok(seconds.map(|mut seconds: Vec<f64>| {
+        seconds.sort_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    }))
+}
+
+/// Returns the largest error of the first logits of a position against f64, relative to the root mean square of the logits.
+fn largest_error(logits: &Tensor, input: &Tensor, rows: &Tensor) -> Result<f64> {
+    let n = SAMPLE.min(rows.dim(0)?);
+    let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);
+    let exact = wide(input)?.matmul(&wide(&rows.narrow(0, 0, n)?)?.t()?)?;
+    let scale = exact.sqr()?.mean_all()?.to_scalar::<f64>()?.sqrt();
+    let errors = (wide(&logits.narrow(1, 0, n)?)? - exact)?.abs()?;
+    Ok(errors.max_all()?.to_scalar::<f64>()? / scale)
+}

@@ -247,6 +247,9 @@ fn write_model(path: &Path) -> Result<()> {
 }
 
 fn main() -> Result<()> {
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
+    unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let folder = std::env::temp_dir().join(format!("mos-head-qlora-{}", std::process::id()));
     std::fs::create_dir_all(&folder)?;
     let path = folder.join("model.gguf");

@@ -16,6 +16,7 @@ pub mod digest;
 pub mod dropout;
 pub mod flags;
 pub mod generate;
+pub mod gguf;
 pub mod head;
 pub mod heads;
 pub mod init;

@@ -6,7 +6,8 @@
 //!
 //! The LSTM (`--checkpoint` of `language_model --save`) computes the hidden states of a batch together; qwen2 of
 //! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text
-//! alone. Without a checkpoint the weights are random. A step of the whole batch reads the decoder once.
+//! alone. Without a checkpoint the weights are random. `--gguf` names a file whose output layer serves the qwen2. A step of
+//! the whole batch reads the decoder once.
 
 mod lstm;
 #[cfg(feature = "candle-transformers")]
@@ -41,6 +42,9 @@ struct Args {
     /// Trained weights
     #[arg(long, value_name = "PATH")]
     checkpoint: Option<PathBuf>,
+    /// A GGUF file whose output layer takes the place of a qwen2's
+    #[arg(long, value_name = "FILE.gguf")]
+    gguf: Option<PathBuf>,
     /// Layers of a qwen2 with random weights
     #[arg(long, default_value_t = 2)]
     layers: usize,
@@ -82,9 +86,13 @@ fn run(args: &Args) -> Result<()> {
     let mut requests = request::examples()?;
     requests.iter_mut().for_each(|request| request.tokens = args.tokens.unwrap_or(request.tokens).max(1));
     match args.model {
+        Kind::Lstm if args.gguf.is_some() => Err("--gguf needs --model qwen2".into()),
         Kind::Lstm => serve(&lstm::Lstm::new(args.checkpoint.as_deref())?, requests, args.batch),
         #[cfg(feature = "candle-transformers")]
-        Kind::Qwen2 => serve(&qwen2::Qwen2::new(args.checkpoint.as_deref(), args.layers)?, requests, args.batch),
+        Kind::Qwen2 => {
+            let model = qwen2::Qwen2::new(args.checkpoint.as_deref(), args.layers, args.gguf.as_deref())?;
+            serve(&model, requests, args.batch)
+        }
         #[cfg(not(feature = "candle-transformers"))]
         Kind::Qwen2 => Err("--model qwen2 needs a build with cargo's --features candle-transformers".into()),
     }

@@ -16,8 +16,8 @@ pub(crate) struct Qwen2 {
 
 impl Qwen2 {
     /// Returns the model of a folder with `config.json` and `model.safetensors`, or random weights of Qwen2 0.5B's
-    /// sizes.
-    pub(crate) fn new(folder: Option<&Path>, layers: usize) -> Result<Self> {
+    /// sizes. The output layer is that of the model, or of a GGUF file with the same sizes.
+    pub(crate) fn new(folder: Option<&Path>, layers: usize, gguf: Option<&Path>) -> Result<Self> {
         let variables = VarMap::new();
         let (config, vb) = match folder {
             Some(folder) => {
@@ -30,7 +30,14 @@ impl Qwen2 {
         let Config { vocab_size, hidden_size, .. } = config;
         let name = if config.tie_word_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
         let model = Model::new(&config, vb.clone())?;
-        let head = SoftmaxHead::from_tensors(vb.get((vocab_size, hidden_size), name)?, None)?;
+        let head = match gguf {
+            Some(file) => lab::gguf::softmax_head(file)?,
+            None => SoftmaxHead::from_tensors(vb.get((vocab_size, hidden_size), name)?, None)?,
+        };
+        let (found, expected) = ([head.vocab_size(), head.hidden_size()], [vocab_size, hidden_size]);
+        if found != expected {
+            return Err(format!("the output layer of --gguf is {found:?}, expected {expected:?}").into());
+        }
         Ok(Qwen2 { model, head })
     }
 }

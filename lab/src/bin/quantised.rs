@@ -6,7 +6,8 @@
 //! weights; times are medians. *ratio* is the time over candle's `QMatMul`, which rounds the activations to 8 bits; *f32* that over
 //! candle's product of the dequantised rows. The errors are the largest of a sample of logits against f64 of the dequantised rows,
 //! relative to the root mean square of the logits. *loss* is a loss with the gradient of the hidden states over the same of
-//! a frozen decoder in f32, and *next* `next_tokens` over the same.
+//! a frozen decoder in f32, *adapter* that with an adapter of rank 16 that is trained too, and *next* `next_tokens` over the
+//! same.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -17,10 +18,12 @@ use candle_core::{DType, Device, Module, Tensor, Var};
 use clap::Parser;
 use lab::values::positive;
 use mos_head::decode::{Sampling, TokenRequest};
-use mos_head::parts::QuantisedLinear;
+use mos_head::parts::{LowRankAdapter, QuantisedLinear};
 use mos_head::{LossOptions, OutputLayer, Result, SoftmaxHead};
 
 const TYPES: [GgmlDType; 5] = [GgmlDType::Q8_0, GgmlDType::Q6K, GgmlDType::Q5K, GgmlDType::Q4K, GgmlDType::Q4_0];
+/// The rank of the adapter.
+const RANK: usize = 16;
 /// The number of logits of a position whose errors are computed.
 const SAMPLE: usize = 4096;
 
@@ -52,8 +55,8 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    println!("| type | positions | ms | ratio | f32 | loss | next | error | candle's error |");
-    println!("|---|---|---|---|---|---|---|---|---|");
+    println!("| type | positions | ms | ratio | f32 | loss | adapter | next | error | candle's error |");
+    println!("|---|---|---|---|---|---|---|---|---|---|");
     let &Args { vocab, context, reps, .. } = args;
     // Logits of a root mean square of about one.
     let weight = (Tensor::randn(0f32, 1., (vocab, context), &Device::Cpu)? / (context as f64).sqrt())?;
@@ -64,6 +67,7 @@ fn run(args: &Args) -> Result<()> {
         let candle = QMatMul::from_arc(quantised.clone())?;
         let head = SoftmaxHead::from_quantised(quantised, None)?;
         let dense = SoftmaxHead::from_tensors(rows.clone(), None)?;
+        let (own_adapted, dense_adapted) = (adapted(&head)?, adapted(&dense)?);
         for &positions in &args.positions {
             let hidden = Var::randn(0f32, 1., (positions, context), &Device::Cpu)?;
             let input = hidden.detach();
@@ -79,26 +83,30 @@ fn run(args: &Args) -> Result<()> {
                 head.next_tokens(&input, &requests.iter().collect::<Vec<_>>())?;
                 Ok(())
             };
-            let [own, theirs, product, own_loss, dense_loss, own_next, dense_next] = medians(
-                reps,
-                [
-                    &mut || layer.forward(&input).map(|_| ()).map_err(Into::into),
-                    &mut || candle.forward(&input).map(|_| ()).map_err(Into::into),
-                    &mut || input.matmul(&rows.t()?).map(|_| ()).map_err(Into::into),
-                    &mut || loss(&head),
-                    &mut || loss(&dense),
-                    &mut || next(&head),
-                    &mut || next(&dense),
-                ],
-            )?;
+            let [own, theirs, product, own_loss, dense_loss, own_adapter, dense_adapter, own_next, dense_next] =
+                medians(
+                    reps,
+                    [
+                        &mut || layer.forward(&input).map(|_| ()).map_err(Into::into),
+                        &mut || candle.forward(&input).map(|_| ()).map_err(Into::into),
+                        &mut || input.matmul(&rows.t()?).map(|_| ()).map_err(Into::into),
+                        &mut || loss(&head),
+                        &mut || loss(&dense),
+                        &mut || loss(&own_adapted),
+                        &mut || loss(&dense_adapted),
+                        &mut || next(&head),
+                        &mut || next(&dense),
+                    ],
+                )?;
             let errors = [layer.forward(&input)?, candle.forward(&input)?];
             let [error, candles] = errors.map(|logits| largest_error(&logits, &input, &rows));
             println!(
-                "| {dtype:?} | {positions} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1e} | {:.1e} |",
+                "| {dtype:?} | {positions} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1e} | {:.1e} |",
                 own * 1e3,
                 own / theirs,
                 own / product,
                 own_loss / dense_loss,
+                own_adapter / dense_adapter,
                 own_next / dense_next,
                 error?,
                 candles?
@@ -106,6 +114,13 @@ fn run(args: &Args) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns a head with a low-rank adapter, whose variables are trained.
+fn adapted(head: &SoftmaxHead) -> Result<SoftmaxHead> {
+    let variable = |shape: [usize; 2]| Var::randn(0f32, 0.02, &shape, &Device::Cpu);
+    let (a, b) = (variable([RANK, head.hidden_size()])?, variable([head.vocab_size(), RANK])?);
+    head.clone().with_adapter(LowRankAdapter::from_tensors(a.into_inner(), b.into_inner(), 1.0)?)
 }
 
 /// Returns the median seconds of several functions that run in turn, the first time of which does not count.

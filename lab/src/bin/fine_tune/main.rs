@@ -83,6 +83,9 @@ pub(crate) struct Args {
     /// Start from these weights, which are named as in Hugging Face's Llama [default: random ones]
     #[arg(long, value_name = "FILE.safetensors")]
     weights: Option<PathBuf>,
+    /// A GGUF file whose quantised output layer is the decoder; the embedding remains that of the weights
+    #[arg(long, value_name = "FILE.gguf", requires = "output")]
+    gguf: Option<PathBuf>,
     /// Write the weights, an adapter's apart from the decoder's, and the tokenizer beside them if it was learned
     #[arg(long, value_name = "FILE.safetensors", requires = "output")]
     save: Option<PathBuf>,
@@ -160,7 +163,7 @@ fn train(args: &Args, output: Output, show: impl Fn(usize, f64)) -> Result<Value
     };
     let Args { rms_epsilon, rope_theta, .. } = *args;
     let config = Config { vocab, hidden, layers, heads, inner, positions, rms_epsilon, rope_theta };
-    let tuned = FineTuned::new(config, output, args.rank, args.seed)?;
+    let tuned = FineTuned::new(config, output, args.rank, args.seed, args.gguf.as_deref())?;
     if let Some(path) = &args.weights {
         tuned.load(path)?;
     }

@@ -36,6 +36,15 @@ impl Output {
     }
 }
 
+/// Returns the output layer of a GGUF file, which must have this shape.
+fn quantised_head(path: &Path, expected: [usize; 2]) -> Result<SoftmaxHead> {
+    let head = lab::gguf::softmax_head(path)?;
+    match [head.vocab_size(), head.hidden_size()] {
+        found if found == expected => Ok(head),
+        found => Err(format!("the output layer of {} is {found:?}, expected {expected:?}", path.display()).into()),
+    }
+}
+
 enum Layer {
     Logits(Linear),
     Head(SoftmaxHead),
@@ -52,18 +61,25 @@ pub(crate) struct FineTuned {
 }
 
 impl FineTuned {
-    /// Makes a model with random initial values of this seed. Those of an adapter are without effect.
-    pub(crate) fn new(config: Config, output: Output, rank: usize, seed: u64) -> Result<Self> {
+    /// Makes a model with random initial values of this seed. Those of an adapter are without effect. With a GGUF file, a
+    /// decoder that is not trained is its quantised output layer.
+    pub(crate) fn new(config: Config, output: Output, rank: usize, seed: u64, gguf: Option<&Path>) -> Result<Self> {
         let Config { vocab, hidden, .. } = config;
         let (trained, frozen) = (VarMap::new(), VarMap::new());
         let builder = |vars: &VarMap| VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu);
         let is_frozen = matches!(output, Output::Frozen | Output::Adapter);
+        if gguf.is_some() && !is_frozen {
+            return Err("--gguf needs --output frozen or adapter: quantised rows are not trained".into());
+        }
         let embedding_builder = builder(if is_frozen { &frozen } else { &trained });
         let embedding = embedding_builder.get((vocab, hidden), "model.embed_tokens.weight")?;
         // No gradient goes to a tensor that is no variable: the embedding's use in the model is not trained either.
         let model_embedding = if is_frozen { embedding.detach() } else { embedding.clone() };
         let model = Llama::new(config, model_embedding, builder(&trained).pp("model"))?;
-        let head = || SoftmaxHead::from_tensors(embedding.clone(), None);
+        let head = || match gguf {
+            Some(path) => quantised_head(path, [vocab, hidden]),
+            None => Ok(SoftmaxHead::from_tensors(embedding.clone(), None)?),
+        };
         let output = match output {
             Output::Logits => Layer::Logits(Linear::new(embedding.clone(), None)),
             Output::Head => Layer::Head(head()?),

@@ -29,7 +29,8 @@ fn args(flags: &[&str]) -> Args {
 
 #[test]
 fn the_head_has_the_loss_and_the_gradients_of_the_logits() {
-    let [logits, head] = [Output::Logits, Output::Head].map(|output| FineTuned::new(CONFIG, output, 4, 7).unwrap());
+    let [logits, head] =
+        [Output::Logits, Output::Head].map(|output| FineTuned::new(CONFIG, output, 4, 7, None).unwrap());
     let (tokens, targets) = (ids((2, 9), 7), ids((2, 9), 11));
     let ((expected, logits_gradients), (found, head_gradients)) =
         (logits.step(&tokens, &targets).unwrap(), head.step(&tokens, &targets).unwrap());
@@ -45,13 +46,13 @@ fn the_head_has_the_loss_and_the_gradients_of_the_logits() {
 #[test]
 fn what_is_frozen_has_no_gradient_and_all_else_has() {
     for output in [Output::Frozen, Output::Adapter] {
-        let tuned = FineTuned::new(CONFIG, output, 4, 7).unwrap();
+        let tuned = FineTuned::new(CONFIG, output, 4, 7, None).unwrap();
         let (_, gradients) = tuned.step(&ids((2, 9), 7), &ids((2, 9), 11)).unwrap();
         for (name, var) in tuned.variables() {
             assert_eq!(gradients.get(&var).is_none(), name == "model.embed_tokens.weight", "{output:?} {name}");
         }
     }
-    let parameters = |output| FineTuned::new(CONFIG, output, 4, 7).unwrap().variables().len();
+    let parameters = |output| FineTuned::new(CONFIG, output, 4, 7, None).unwrap().variables().len();
     assert_eq!(parameters(Output::Adapter), parameters(Output::Frozen) + 2);
 }
 
@@ -142,7 +143,7 @@ fn weights_come_with_their_tokenizer() {
 
 #[test]
 fn the_names_of_variables_without_a_gradient_are_told() {
-    let tuned = FineTuned::new(CONFIG, Output::Head, 4, 7).unwrap();
+    let tuned = FineTuned::new(CONFIG, Output::Head, 4, 7, None).unwrap();
     let nothing = Tensor::zeros((), DType::F32, &Device::Cpu).unwrap().backward().unwrap();
     let names = tuned.without_gradient(&nothing);
     assert!(names.contains(&"model.embed_tokens.weight".to_owned()) && names.len() == tuned.variables().len());
@@ -171,7 +172,7 @@ fn hidden_states_are_those_of_candle_transformers() {
         max_position_embeddings: positions,
         tie_word_embeddings: true,
     };
-    let tuned = FineTuned::new(CONFIG, Output::Logits, 4, 7).unwrap();
+    let tuned = FineTuned::new(CONFIG, Output::Logits, 4, 7, None).unwrap();
     for (name, var) in tuned.variables() {
         // The norms are not all one.
         lab::init::uniform_by_name(&var, 5, &name, 0.5).unwrap();
@@ -196,4 +197,24 @@ fn losses_that_are_not_alike_are_found() {
     assert!(largest_difference(&line(&[1.0]), &line(&[1.0, 2.5]), 2).is_nan());
     // JSON has no NaN.
     assert!(largest_difference(&line(&[f64::NAN, 1.0]), &line(&[1.0, 1.0]), 2).is_nan());
+}
+
+#[test]
+fn a_quantised_output_layer_is_the_decoder() {
+    use candle_core::quantized::{gguf_file, GgmlDType, QTensor};
+    let path = std::env::temp_dir().join(format!("fine-tune-{}.gguf", std::process::id()));
+    let config = Config { hidden: 32, heads: 4, ..CONFIG };
+    let weight = Tensor::randn(0f32, 1., (50, 32), &Device::Cpu).unwrap();
+    let weight = QTensor::quantize(&weight, GgmlDType::Q8_0).unwrap();
+    gguf_file::write(&mut std::fs::File::create(&path).unwrap(), &[], &[("output.weight", &weight)]).unwrap();
+    let (tokens, targets) = (ids((2, 9), 7), ids((2, 9), 11));
+    for output in [Output::Frozen, Output::Adapter] {
+        let tuned = FineTuned::new(config, output, 4, 7, Some(&path)).unwrap();
+        let (loss, gradients) = tuned.step(&tokens, &targets).unwrap();
+        assert!(loss > 4.0 && tuned.without_gradient(&gradients).is_empty(), "{output:?} {loss}");
+    }
+    let error = |config, output| FineTuned::new(config, output, 4, 7, Some(&path)).err().unwrap().to_string();
+    assert!(error(config, Output::Head).contains("--output frozen or adapter"));
+    assert!(error(CONFIG, Output::Frozen).contains("expected [50, 24]"));
+    std::fs::remove_file(path).unwrap();
 }

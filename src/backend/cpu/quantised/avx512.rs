@@ -242,11 +242,11 @@ impl Q6K {
         // low | high & 0x30
         let codes = f._mm512_ternarylogic_epi32::<0xf8>(low, high, f._mm512_set1_epi8(0x30));
         // The bytes 0 and 1 of 128.0 are 0, and its byte 3 is 0x43.
-        let of_128 = f._mm512_set1_epi16(0x4300);
+        let rest = f._mm512_set1_epi16(0x4300);
         let mut weights = [f._mm512_setzero_ps(); 4];
         for j in 0..4 {
             // SAFETY: `self` proves that the machine has the instruction.
-            let code = unsafe { _mm512_permutex2var_epi8(codes, cast(AS_FLOATS[j]), of_128) };
+            let code = unsafe { _mm512_permutex2var_epi8(codes, cast(AS_FLOATS[j]), rest) };
             let q = f._mm512_sub_ps(f._mm512_castsi512_ps(code), f._mm512_set1_ps(160.0));
             weights[j] = f._mm512_mul_ps(q, f._mm512_set1_ps(scales.0[4 * U + j]));
         }

@@ -4,8 +4,8 @@
 //!
 //! Prints a table, some minutes on 2 cores. All that a row of it compares runs in turn, after candle has repacked its
 //! weights; times are medians. *ratio* is the time over candle's `QMatMul`, which rounds the activations to 8 bits; *f32* that over
-//! candle's product of the dequantised rows. The errors are the largest of a sample of logits against f64 of the dequantised rows,
-//! relative to the root mean square of the logits. *loss* is a loss with the gradient of the hidden states over the same of
+//! candle's product of the dequantised rows. The errors are root mean squares over a sample of logits against f64 of the dequantised rows,
+//! relative to that of the logits. *loss* is a loss with the gradient of the hidden states over the same of
 //! a frozen decoder in f32, *adapter* that with an adapter of rank 16 that is trained too, and *next* `next_tokens` over the
 //! same.
 
@@ -99,7 +99,7 @@ fn run(args: &Args) -> Result<()> {
                     ],
                 )?;
             let errors = [layer.forward(&input)?, candle.forward(&input)?];
-            let [error, candles] = errors.map(|logits| largest_error(&logits, &input, &rows));
+            let [error, candles] = errors.map(|logits| relative_error(&logits, &input, &rows));
             println!(
                 "| {dtype:?} | {positions} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1e} | {:.1e} |",
                 own * 1e3,
@@ -141,12 +141,12 @@ fn medians<const N: usize>(reps: usize, mut functions: [&mut dyn FnMut() -> Resu
     }))
 }
 
-/// Returns the largest error of the first logits of a position against f64, relative to the root mean square of the logits.
-fn largest_error(logits: &Tensor, input: &Tensor, rows: &Tensor) -> Result<f64> {
+/// Returns the root mean square of the errors of each position's first logits against f64, relative to that of the logits.
+fn relative_error(logits: &Tensor, input: &Tensor, rows: &Tensor) -> Result<f64> {
     let n = SAMPLE.min(rows.dim(0)?);
     let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);
     let exact = wide(input)?.matmul(&wide(&rows.narrow(0, 0, n)?)?.t()?)?;
-    let scale = exact.sqr()?.mean_all()?.to_scalar::<f64>()?.sqrt();
-    let errors = (wide(&logits.narrow(1, 0, n)?)? - exact)?.abs()?;
-    Ok(errors.max_all()?.to_scalar::<f64>()? / scale)
+    let square = |tensor: &Tensor| tensor.sqr()?.mean_all()?.to_scalar::<f64>();
+    let errors = (wide(&logits.narrow(1, 0, n)?)? - &exact)?;
+    Ok((square(&errors)? / square(&exact)?).sqrt())
 }

@@ -18,7 +18,7 @@ ln -sfn "$toolkit/bin" "$libraries/../bin"
 # Cargo does not know what the compiler consists of.
 sources=$({
     "${CXX:-c++}" --version
-    cat "$toolkit/bin/nvcc" tests/gpu_host/{numbers.h,cuda/*.h,cuda/cuda/std/*}
+    cat "$toolkit/bin/nvcc" scripts/nvcc-without-quantised tests/gpu_host/{numbers.h,cuda/*.h,cuda/cuda/std/*}
 } | sha256sum)
 if [[ $(cat "$libraries/../sources" 2>/dev/null) != "$sources" ]]; then
     cargo clean --quiet --release -p candle-kernels -p mos-head

@@ -166,3 +166,23 @@ fn a_vocabulary_that_ranks_share_is_unsupported() -> Result<()> {
     assert!(mixture.top_k(2).is_err_and(is_named));
     Ok(())
 }
+
+#[test]
+fn a_gpu_is_an_error_that_says_what_works_there() -> Result<()> {
+    for device in common::devices().into_iter().filter(|device| !device.is_cpu()) {
+        let bytes = quantised(GgmlDType::Q8_0, VOCAB, D, 1)?.data()?.into_owned();
+        let storage = QStorage::from_data(bytes.into(), &device, GgmlDType::Q8_0)?;
+        let weight = Arc::new(QTensor::new(storage, (VOCAB, D))?);
+        for found in [
+            message(Decoder::from_quantised(weight.clone(), None)),
+            message(QuantisedLinear::new(weight.clone(), None)),
+            message(SoftmaxHead::from_quantised(weight, None)),
+        ] {
+            assert!(found.contains("QTensor::dequantize(&device)"), "{found}");
+        }
+        let states = Tensor::zeros((4, D), DType::F32, &device)?;
+        let found = message(head()?.log_probs(&states));
+        assert!(found.starts_with("hidden: expected Cpu, as the decoder is quantised"), "{found}");
+    }
+    Ok(())
+}

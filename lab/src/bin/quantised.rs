@@ -36,6 +36,9 @@ struct Args {
     /// Size of a context: a multiple of 256
     #[arg(long, default_value_t = 1024, value_parser = positive)]
     context: usize,
+    /// The types of rows
+    #[arg(long, num_args = 1.., value_parser = row_type, default_values = ["Q8_0", "Q6K", "Q5K", "Q4K", "Q4_0"])]
+    types: Vec<GgmlDType>,
     /// Numbers of positions
     #[arg(long, num_args = 1.., default_values_t = [1, 8, 64, 512])]
     positions: Vec<usize>,
@@ -60,7 +63,7 @@ fn run(args: &Args) -> Result<()> {
     let &Args { vocab, context, reps, .. } = args;
     // Logits of a root mean square of about one.
     let weight = (Tensor::randn(0f32, 1., (vocab, context), &Device::Cpu)? / (context as f64).sqrt())?;
-    for dtype in TYPES {
+    for &dtype in &args.types {
         let quantised = Arc::new(QTensor::quantize(&weight, dtype)?);
         let rows = quantised.dequantize(&Device::Cpu)?;
         let layer = QuantisedLinear::new(quantised.clone(), None)?;
@@ -114,6 +117,12 @@ fn run(args: &Args) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Reads the name of a type.
+fn row_type(name: &str) -> std::result::Result<GgmlDType, String> {
+    let found = TYPES.into_iter().find(|dtype| format!("{dtype:?}") == name);
+    found.ok_or_else(|| format!("expected one of {TYPES:?}"))
 }
 
 /// Returns a head with a low-rank adapter, whose variables are trained.

@@ -182,7 +182,7 @@ fn a_gpu_is_an_error_that_says_what_works_there() -> Result<()> {
         }
         let states = Tensor::zeros((4, D), DType::F32, &device)?;
         let found = message(head()?.log_probs(&states));
-        assert!(found.starts_with("hidden: expected Cpu, as the decoder is quantised"), "{found}");
+        assert!(found.starts_with("hidden: expected device Cpu, as the decoder is quantised"), "{found}");
     }
     Ok(())
 }

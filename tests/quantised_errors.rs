@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Module, Tensor};
-use common::quantised::{quantised, BLOCKS};
+use common::quantised::{quantised, Parameters, BLOCKS, HIDDEN};
 use common::values::uniform;
 use mos_head::decode::{Sampler, Sampling};
 use mos_head::distributed::{Collectives, Numbers, VocabShard};
@@ -184,5 +184,15 @@ fn a_gpu_is_an_error_that_says_what_works_there() -> Result<()> {
         let found = message(head()?.log_probs(&states));
         assert!(found.starts_with("hidden: expected device Cpu, as the decoder is quantised"), "{found}");
     }
+    Ok(())
+}
+
+#[test]
+fn the_states_of_a_mixture_have_the_dtype_of_its_projection() -> Result<()> {
+    let mixture = Parameters::random(GgmlDType::Q8_0, VOCAB, D)?.mixture()?;
+    let states = Tensor::zeros((4, HIDDEN), DType::F32, &Device::Cpu)?;
+    mixture.log_probs(&states)?;
+    let found = message(mixture.log_probs(&states.to_dtype(DType::F16)?));
+    assert!(found.starts_with("hidden: expected dtype F32, as the projection's parameters"), "{found}");
     Ok(())
 }

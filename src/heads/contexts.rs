@@ -115,7 +115,7 @@ impl Projection for Contexts {
     /// Computes contexts and log-priors; the log-priors are in f32 for half-precision states.
     fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
         let leading = &hidden.dims()[..hidden.rank() - 1];
-        let states = as_matrix(hidden)?;
+        let states = self.states(hidden)?;
         let log_priors = self.log_priors(&states, &[leading, &[self.components()]].concat())?;
         let mut contexts = self.contexts(&states, &[leading, &[self.components(), self.context_dim()]].concat())?;
         if let Some(mask) = dropout.locked_mask(&contexts, self.dropout)? {
@@ -126,7 +126,7 @@ impl Projection for Contexts {
 
     /// Draws a component at each position, and computes the contexts of these components only.
     fn draw(&self, hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>> {
-        let states = as_matrix(hidden)?;
+        let states = self.states(hidden)?;
         let log_priors = self.log_priors(&states, &[states.dim(0)?, self.components()])?;
         Ok(Some(self.drawn_contexts(hidden, &sampler.draw_components(&log_priors.detach(), log_priors.dtype())?)?))
     }
@@ -172,6 +172,12 @@ impl Configured for Contexts {
 }
 
 impl Contexts {
+    /// Returns hidden states `[.., hidden]` as a matrix, which have the dtype and the device of the parameters.
+    fn states(&self, hidden: &Tensor) -> Result<Tensor> {
+        check_alike("hidden", hidden, "the projection's parameters", &self.latent_weight)?;
+        as_matrix(hidden)
+    }
+
     /// Checks the parameters of a head, and makes its projection, without dropout.
     fn from_tensors(tensors: &MixtureTensors, activation: ContextActivation) -> Result<Self> {
         let matrix = |argument, tensor: &Tensor| match *tensor.dims() {

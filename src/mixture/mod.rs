@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
 use crate::tensors::autograd::converted;
 use crate::tensors::checks::{check_alike, check_device, check_elements, check_logits, check_sizes, check_vocab};
+use crate::tensors::linear::as_matrix;
 use crate::tensors::transfer;
 pub(crate) use distill::{DistillLoss, Distillation};
 pub use distill::{DistillOptions, MissingIds, Teacher};
@@ -118,10 +119,7 @@ impl Mixture {
                 }
                 check_device("log_priors", log_priors, contexts)?;
                 accumulation_dtype("log_priors", log_priors.dtype())?;
-                // Not even a reshape, as for the contexts below.
-                let rows =
-                    if log_priors.rank() == 2 { log_priors } else { &log_priors.reshape((positions, components))? };
-                Some(rows.to_dtype(accumulation)?.contiguous()?)
+                Some(as_matrix(log_priors)?.to_dtype(accumulation)?.contiguous()?)
             }
         };
         let bias = match bias {

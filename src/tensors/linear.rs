@@ -17,12 +17,12 @@ pub(crate) struct LinearOperands<'a> {
     pub(crate) bias: Option<&'a Tensor>,
 }
 
-/// Returns hidden states `[.., inputs]` as a matrix. One is returned as it is: candle would copy the gradient of a node that
-/// changes the shape.
-pub(crate) fn as_matrix(hidden: &Tensor) -> Result<Tensor> {
-    match hidden.rank() {
-        2 => Ok(hidden.contiguous()?),
-        _ => Ok(hidden.reshape(((), hidden.dim(D::Minus1)?))?),
+/// Returns rows, such as hidden states `[.., inputs]`, as a matrix. One is returned as it is: candle would copy the gradient
+/// of a node that changes the shape.
+pub(crate) fn as_matrix(rows: &Tensor) -> Result<Tensor> {
+    match rows.rank() {
+        2 => Ok(rows.contiguous()?),
+        _ => Ok(rows.reshape(((), rows.dim(D::Minus1)?))?),
     }
 }
 

@@ -28,6 +28,7 @@ pub(crate) struct Inputs<'a, F: Accumulator> {
     /// `[rows of the decoder]`, times the logit scale, padded with minus infinity to a multiple of [`ROW_ALIGN`]
     pub(crate) bias: Vec<F>,
 }
+
 /// The elements of the operands, locked for reading.
 struct LockedOperands<'a, G> {
     operands: &'a Operands,

@@ -36,15 +36,6 @@ impl Output {
     }
 }
 
-/// Returns the output layer of a GGUF file, which must have this shape.
-fn quantised_head(path: &Path, expected: [usize; 2]) -> Result<SoftmaxHead> {
-    let head = lab::gguf::softmax_head(path)?;
-    match [head.vocab_size(), head.hidden_size()] {
-        found if found == expected => Ok(head),
-        found => Err(format!("the output layer of {} is {found:?}, expected {expected:?}", path.display()).into()),
-    }
-}
-
 enum Layer {
     Logits(Linear),
     Head(SoftmaxHead),
@@ -77,7 +68,7 @@ impl FineTuned {
         let model_embedding = if is_frozen { embedding.detach() } else { embedding.clone() };
         let model = Llama::new(config, model_embedding, builder(&trained).pp("model"))?;
         let head = || match gguf {
-            Some(path) => quantised_head(path, [vocab, hidden]),
+            Some(path) => lab::gguf::softmax_head(path, [vocab, hidden]),
             None => Ok(SoftmaxHead::from_tensors(embedding.clone(), None)?),
         };
         let output = match output {

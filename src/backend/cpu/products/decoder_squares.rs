@@ -83,18 +83,9 @@ impl DecoderSquares {
                         let values = values.slice(first + ids.start..first + ids.end);
                         with_values!(values, values => f32::dispatch(isa, RoundedRow { values, to: line }));
                     }
-                    MatrixValues::Rows(values) => {
-                        with_values!(values, values => {
-                            let values = values[ids.start * matrix.width + column..].iter().step_by(matrix.width);
-                            line.iter_mut().zip(values).for_each(|(to, x)| *to = x.to_bf16());
-                        });
-                    }
-                    MatrixValues::Blocks(_) => {
-                        for (to, id) in line.iter_mut().zip(ids.clone()) {
-                            self.row.clear();
-                            matrix.push_row(id, &mut self.row);
-                            *to = self.row[column].to_bf16();
-                        }
+                    MatrixValues::Rows(_) | MatrixValues::Blocks(_) => {
+                        let (values, stride) = matrix.rows(ids.clone(), column..column + 1, &mut self.row);
+                        line.iter_mut().zip(values.iter().step_by(stride)).for_each(|(to, x)| *to = x.to_bf16());
                     }
                 },
                 None => line.fill(bf16::ZERO),

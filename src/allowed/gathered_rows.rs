@@ -37,8 +37,8 @@ pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32]) -> Result<Mixture
 /// zeros.
 fn gather_rows(matrix: &Tensor, ids: &[u32]) -> Result<Tensor> {
     let rows = id_lists::matrix_rows(&matrix.detach(), &Tensor::new(ids, matrix.device())?)?;
-    let (ids, vocab, unused) = (ids.to_vec(), matrix.dim(0)?, unused_operand(matrix)?);
-    attach("rows of the decoder", rows, [matrix, &unused, &unused], move |_, _, upstream| {
+    let (ids, vocab) = (ids.to_vec(), matrix.dim(0)?);
+    attach("rows of the decoder", rows, [Some(matrix), None, None], move |_, _, upstream| {
         Ok([Some(backend::scattered_rows(&upstream.contiguous()?, &ids, vocab)?), None, None])
     })
 }
@@ -71,22 +71,17 @@ pub(super) fn list_logits(mixture: &Mixture, lists: &Arc<IdLists>) -> Result<Ten
 /// Computes the products of each position's context with the rows of its list, `[positions, longest]`, as a node of the
 /// graph.
 fn list_products(contexts: &Tensor, matrix: &Weight, lists: &Arc<IdLists>) -> Result<Tensor> {
-    let (constant, unused) = (matrix.detach(), contexts.detach());
+    let constant = matrix.detach();
     let values = backend::list_products(&contexts.detach(), &constant, lists)?;
     let (needs_grad, lists) = ([contexts.track_op(), matrix.track_op()], lists.clone());
-    let operands = match matrix {
-        Weight::Dense(matrix) => [contexts, matrix, &unused],
-        Weight::Quantised(_) => [contexts, &unused, &unused],
+    let trained = match matrix {
+        Weight::Dense(matrix) => Some(matrix),
+        Weight::Quantised(_) => None,
     };
-    attach("products of lists", values, operands, move |[contexts, _, _], _, upstream| {
+    attach("products of lists", values, [Some(contexts), trained, None], move |[contexts, _, _], _, upstream| {
         let upstream = upstream.contiguous()?;
         let [context_gradient, matrix_gradient] =
             backend::list_product_gradients(&contexts.detach(), &constant, &lists, &upstream, needs_grad)?;
         Ok([context_gradient, matrix_gradient, None])
     })
-}
-
-/// Makes an operand that is not read, for a node that needs fewer than the three operands that every node takes.
-fn unused_operand(operand: &Tensor) -> Result<Tensor> {
-    Ok(Tensor::zeros(1, operand.dtype(), operand.device())?)
 }

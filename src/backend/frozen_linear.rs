@@ -1,6 +1,6 @@
 //! A linear layer whose matrix is quantised, as a node of candle's graph.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::{quantised_gradient, quantised_product};
 use crate::backend::quantised::QuantisedMatrix;
@@ -10,8 +10,8 @@ use crate::tensors::autograd::attach;
 /// Computes `input W^T` for a contiguous input `[n, columns]` in f32, differentiably: the matrix is a constant.
 pub(crate) fn frozen_product(input: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
     let value = quantised_product(&input.detach(), matrix)?;
-    let (matrix, unused) = (matrix.clone(), Tensor::zeros(1, DType::F32, input.device())?);
-    attach("quantised linear", value, [input, &unused, &unused], move |_, _, upstream| {
+    let matrix = matrix.clone();
+    attach("quantised linear", value, [Some(input), None, None], move |_, _, upstream| {
         Ok([Some(quantised_gradient(&upstream.contiguous()?, &matrix)?), None, None])
     })
 }

@@ -100,14 +100,15 @@ fn attach_mixture(
     let (joined, joined_gradients) = join("operands of the mixture", trained, contexts)?;
     let contexts = contexts.clone();
     let weight = match weight {
-        Weight::Dense(weight) => weight.clone(),
+        Weight::Dense(weight) => Some(weight.clone()),
         // Quantised rows are no operand of the graph.
-        Weight::Quantised(_) => contexts.detach(),
+        Weight::Quantised(_) => None,
     };
-    let dtypes = [&contexts, &weight].map(Tensor::dtype);
+    let (dtype, weight_dtype) = (contexts.dtype(), weight.as_ref().map(Tensor::dtype));
     // The operands are detached, because the node must not keep their graph alive.
     let planned = planned.detach();
-    attach("mixture", value, [&contexts, &joined, &weight], move |_, value, upstream| {
+    let graph_operands = [Some(&contexts), joined.as_ref(), weight.as_ref()];
+    attach("mixture", value, graph_operands, move |_, value, upstream| {
         let gradients = gradients(&planned, value, upstream)?;
         // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before, too): a
         // loss scale then saves small gradients in f16.
@@ -125,8 +126,7 @@ fn attach_mixture(
             round(gradients.adapter, adapter)?,
             round(gradients.bias, bias)?,
         ]);
-        let [contexts, weight] = dtypes.map(Some);
-        Ok([round(gradients.contexts, contexts)?, joined_gradient, round(gradients.weight, weight)?])
+        Ok([round(gradients.contexts, Some(dtype))?, joined_gradient, round(gradients.weight, weight_dtype)?])
     })
 }
 

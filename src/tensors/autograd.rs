@@ -19,19 +19,24 @@ use candle_core::{
 
 use crate::error::Result;
 
-/// Makes `value` a function of `operands`, whose gradients `backward(operands, value, upstream)` computes: `None` where
-/// none is needed. If no operand depends on a variable, it returns the value as it is. On the CPU the node takes the
+/// Makes `value` a function of up to three operands, whose gradients `backward(operands, value, upstream)` computes: `None`
+/// where none is needed, and where there is no operand, in whose place it gets another one, detached. If no operand depends on a variable, it returns the value as it is. On the CPU the node takes the
 /// value's storage, which nothing else may share; only a single number is copied.
-pub(crate) fn attach<B>(name: &'static str, value: Tensor, operands: [&Tensor; 3], backward: B) -> Result<Tensor>
+pub(crate) fn attach<B>(
+    name: &'static str,
+    value: Tensor,
+    operands: [Option<&Tensor>; 3],
+    backward: B,
+) -> Result<Tensor>
 where
     B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
 {
-    if !operands.iter().any(|operand| operand.track_op()) {
-        return Ok(value);
-    }
+    // A custom operation of candle has three operands.
+    let present = || operands.iter().copied().flatten();
+    let Some(absent) = present().find(|operand| operand.track_op()).map(Tensor::detach) else { return Ok(value) };
     // The node reads its storage from the first element on, so that the value must start there.
     let value = if value.layout().start_offset() == 0 { value } else { value.force_contiguous()? };
-    let [a, b, c] = operands;
+    let [a, b, c] = operands.map(|operand| operand.unwrap_or(&absent));
     let shape = value.shape().clone();
     Ok(a.apply_op3(
         b,
@@ -45,8 +50,8 @@ pub(crate) fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     if tensor.dtype() == dtype {
         return Ok(tensor.clone());
     }
-    let (value, unused) = (tensor.detach().to_dtype(dtype)?, tensor.detach());
-    attach("conversion", value, [tensor, &unused, &unused], |[tensor, ..], _, upstream| {
+    let value = tensor.detach().to_dtype(dtype)?;
+    attach("conversion", value, [Some(tensor), None, None], |[tensor, ..], _, upstream| {
         Ok([Some(upstream.to_dtype(tensor.dtype())?), None, None])
     })
 }

@@ -14,27 +14,25 @@ type OperandGradients = [Option<Tensor>; 3];
 
 /// Joins some of three operands into one operand of another node: the value of a node of their own, which is one number.
 /// The other node computes their gradients, and leaves them for this one, which candle visits later in the same backward
-/// pass. An operand that is missing needs no gradient. `like` is another operand of the other node, whose device and dtype
+/// pass. An operand that is missing needs no gradient; without any there is no joined operand. `like` is another operand of the other node, whose device and dtype
 /// the value has.
 pub(crate) fn join(
     name: &'static str,
     operands: [Option<&Tensor>; 3],
     like: &Tensor,
-) -> Result<(Tensor, JoinedGradients)> {
-    let unused = like.detach();
+) -> Result<(Option<Tensor>, JoinedGradients)> {
     if operands.iter().all(Option::is_none) {
-        return Ok((unused, JoinedGradients { gradient: None, left: Arc::default() }));
+        return Ok((None, JoinedGradients { gradient: None, left: Arc::default() }));
     }
     let value = Tensor::zeros(1, like.dtype(), like.device())?;
     let left = Arc::<Mutex<HashMap<ThreadId, OperandGradients>>>::default();
     let taken = left.clone();
-    let operands = operands.map(|operand| operand.unwrap_or(&unused));
     let operand = attach(name, value, operands, move |_, _, _| {
         let gradients = taken.lock().ok().and_then(|mut left| left.remove(&thread::current().id()));
         Ok(gradients.unwrap_or_default())
     })?;
     let gradient = Some(operand.detach());
-    Ok((operand, JoinedGradients { gradient, left }))
+    Ok((Some(operand), JoinedGradients { gradient, left }))
 }
 
 /// Where a node leaves the gradients of joined operands.

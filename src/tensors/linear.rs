@@ -40,9 +40,7 @@ pub(crate) fn linear_layer(
     let LinearOperands { input, weight, bias } = operands;
     let product = matmul(&input.detach(), &weight.detach().t()?)?;
     let result = forward(product, bias.map(Tensor::detach).as_ref())?.reshape(shape)?;
-    // A custom operation of candle has three operands.
-    let no_bias = input.detach();
-    let operands = [input, weight, bias.unwrap_or(&no_bias)];
+    let operands = [Some(input), Some(weight), bias];
     autograd::attach(name, result, operands, move |[input, weight, bias], result, upstream| {
         // candle's Metal backend does not multiply empty matrices.
         if input.elem_count() == 0 {

@@ -214,7 +214,7 @@ impl CharCnn {
         if spellings.is_empty() {
             return Ok(Tensor::zeros((0, self.context_dim()), self.parameter().dtype(), self.parameter().device())?);
         }
-        let (dtype, device) = (self.parameter().dtype(), self.parameter().device());
+        let dtype = self.parameter().dtype();
         let accumulation = accumulation_dtype("embedding.weight", dtype)?;
         let groups = SpellingGroups::new(&self.config, &spellings, accumulation.size_in_bytes());
         let config = self.config.clone();
@@ -226,13 +226,12 @@ impl CharCnn {
             groups.to_entry_order(&sorted)?
         };
 
-        // A custom operation of candle has three operands. Frozen parameters must not appear in the GradStore.
+        // All trained parameters are one operand. Frozen ones must not appear in the GradStore.
         let is_trained: Vec<bool> = self.parameters.iter().map(Tensor::track_op).collect();
         let trained = self.parameters.iter().filter(|parameter| parameter.track_op()).map(Tensor::flatten_all);
         let trained = trained.collect::<candle_core::Result<Vec<_>>>()?;
-        let none = Tensor::zeros(1, dtype, device)?;
-        let packed = if trained.is_empty() { none.clone() } else { Tensor::cat(&trained, 0)? };
-        autograd::attach("char-cnn", rows, [&packed, &none, &none], move |_, _, upstream| {
+        let packed = if trained.is_empty() { None } else { Some(Tensor::cat(&trained, 0)?) };
+        autograd::attach("char-cnn", rows, [packed.as_ref(), None, None], move |_, _, upstream| {
             // Sums of many terms are in the accumulation dtype: a bias has a gradient from every entry.
             let leaf = |(value, &is_trained): (&Tensor, &bool)| {
                 let value = value.to_dtype(accumulation)?;

@@ -3,10 +3,21 @@
 
 mod common;
 
-use candle_core::{DType, Device};
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes};
-use mos_head::decode::{NextToken, Sampler, Sampling, TokenRequest};
-use mos_head::{Distributions, Result};
+use common::values::{fill, tensor};
+use mos_head::decode::{Constraints, NextToken, Sampler, Sampling, TokenRequest};
+use mos_head::parts::{LowRankAdapter, Projection};
+use mos_head::sets::{AllowedIds, Restricted};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
+use mos_head::{
+    Distributions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig,
+    SoftmaxHead,
+};
 
 const VOCAB: usize = 1021;
 const MOST: usize = 70;
@@ -60,6 +71,150 @@ fn a_position_has_the_same_bits_on_every_number_of_threads() -> Result<()> {
         let one = of_threads(1)?;
         for threads in [2, 7] {
             assert!(of_threads(threads)? == one, "{components} {d} {dtype:?} on {threads} threads");
+        }
+    }
+    Ok(())
+}
+
+/// The sizes of the batches that the positions are cut into.
+const BATCHES: [usize; 14] = [1, 1, 2, 3, 5, 9, 16, 17, 33, 64, 65, 128, 255, 1];
+const HIDDEN: usize = 72;
+
+/// A head with a low-rank adapter, whose factors are random.
+fn adapted<P: Projection>(head: mos_head::Head<P>, dtype: DType) -> Result<mos_head::Head<P>> {
+    let (rank, d) = (3, head.projection().context_dim());
+    let adapter =
+        LowRankAdapter::from_tensors(tensor(&[rank, d], 71, dtype)?, tensor(&[VOCAB, rank], 72, dtype)?, 0.3)?;
+    head.with_adapter(adapter)
+}
+
+/// The heads of the crate, each with its name.
+fn heads(dtype: DType) -> Result<Vec<(&'static str, Box<dyn OutputLayer>)>> {
+    let vars = VarMap::new();
+    let vb = |name: &str| VarBuilder::from_varmap(&vars, dtype, &Device::Cpu).pp(name);
+    let mixture = |k, vocab| MixtureConfig::new(HIDDEN, vocab, k).with_context_dim(40).with_prior_bias(true);
+    let softmax = SoftmaxHead::new(&SoftmaxConfig::new(HIDDEN, VOCAB), vb("softmax"))?;
+    let contexts = MixtureOfContexts::new(&mixture(3, VOCAB), vb("contexts"))?;
+    let softmaxes = MixtureOfSoftmaxes::new(&mixture(5, VOCAB), vb("softmaxes"))?;
+    let single = MixtureOfSoftmaxes::new(&mixture(1, VOCAB), vb("single"))?;
+    let (adaptive, classes) =
+        (AdaptiveConfig::new(HIDDEN, VOCAB, vec![50, 300]), HierarchicalConfig::new(HIDDEN, VOCAB));
+    let root = MixtureOfSoftmaxes::new(&mixture(3, adaptive.head_size()), vb("root"))?;
+    let sets = [AllowedIds::new(&[3, 5, 700]), AllowedIds::new(&(0..400).map(|id| id * 2).collect::<Vec<_>>())];
+    let heads: Vec<(&'static str, Box<dyn OutputLayer>)> = vec![
+        ("two levels", Box::new(AdaptiveSoftmax::new(&adaptive, vb("adaptive"))?)),
+        (
+            "two levels, the first a mixture",
+            Box::new(AdaptiveSoftmax::with_head(&adaptive, Arc::new(root), vb("mixed"))?),
+        ),
+        ("classes", Box::new(HierarchicalSoftmax::new(&classes, vb("classes"))?)),
+        ("a softmax of a set", Box::new(Restricted::new(softmax.clone(), sets[0].clone())?)),
+        ("softmaxes of a set", Box::new(Restricted::new(softmaxes.clone(), sets[1].clone())?)),
+        (
+            "a softmax with an adapter, of a set",
+            Box::new(Restricted::new(adapted(softmax.clone(), dtype)?, sets[1].clone())?),
+        ),
+        ("a softmax with an adapter", Box::new(adapted(softmax.clone(), dtype)?)),
+        ("contexts with an adapter", Box::new(adapted(contexts.clone(), dtype)?)),
+        ("softmaxes with an adapter", Box::new(adapted(softmaxes.clone(), dtype)?)),
+        ("a softmax", Box::new(softmax)),
+        ("contexts", Box::new(contexts)),
+        ("softmaxes", Box::new(softmaxes)),
+        ("one softmax of a mixture", Box::new(single)),
+    ];
+    fill(&vars, 0.4)?;
+    Ok(heads)
+}
+
+/// Cuts the positions into batches.
+fn batches() -> impl Iterator<Item = Range<usize>> {
+    BATCHES.into_iter().scan(0, |first, n| {
+        *first += n;
+        Some(*first - n..*first)
+    })
+}
+
+/// The answers to a request for each position, by batches.
+fn next_tokens(
+    head: &dyn OutputLayer,
+    hidden: &Tensor,
+    batches: impl Iterator<Item = Range<usize>>,
+) -> Result<Vec<NextToken>> {
+    let mut tokens = Vec::new();
+    for batch in batches {
+        let request = |position: usize| {
+            let sampling = [
+                Sampling::new(),
+                Sampling::greedy(),
+                Sampling::new().with_temperature(0.8).with_top_p(0.9),
+                Sampling::new().with_top_k(40),
+            ];
+            let constraints = match position % 3 {
+                0 => Constraints::new().with_repetition_penalty(1.3),
+                _ => Constraints::new().with_banned(&[position as u32]),
+            };
+            let request = TokenRequest::new(sampling[position % 4].clone(), position as u64 / 4)?.with_prompt(&[5, 9]);
+            Ok(request.with_constraints(constraints)?.with_best(3).with_entropy(true))
+        };
+        let requests = batch.clone().map(request).collect::<Result<Vec<_>>>()?;
+        let hidden = hidden.narrow(0, batch.start, batch.len())?;
+        tokens.extend(head.next_tokens(&hidden, &requests.iter().collect::<Vec<_>>())?);
+    }
+    Ok(tokens)
+}
+
+/// The ids that one sampler draws for each position, by batches.
+fn sample(
+    head: &dyn OutputLayer,
+    hidden: &Tensor,
+    sampling: Sampling,
+    batches: impl Iterator<Item = Range<usize>>,
+) -> Result<Vec<u32>> {
+    let mut sampler = Sampler::new(sampling, 11)?;
+    let mut ids = Vec::new();
+    for batch in batches {
+        let hidden = hidden.narrow(0, batch.start, batch.len())?;
+        ids.extend(head.sample(&hidden, &mut sampler)?.to_vec1::<u32>()?);
+    }
+    Ok(ids)
+}
+
+/// The samplings that a head supports.
+fn samplings(name: &str) -> Vec<Sampling> {
+    let mut samplings =
+        vec![Sampling::new(), Sampling::greedy(), Sampling::new().with_temperature(0.7).with_top_p(0.9)];
+    if name != "softmaxes of a set" {
+        samplings.push(Sampling::new().with_ancestral(true));
+    }
+    samplings
+}
+
+fn on_threads<T: Send>(threads: usize, run: impl FnOnce() -> T + Send) -> T {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(run)
+}
+
+#[test]
+fn every_head_answers_a_position_with_the_same_bits_in_every_batch_and_on_every_number_of_threads() -> Result<()> {
+    let positions = BATCHES.iter().sum();
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        let hidden = tensor(&[positions, HIDDEN], 5, dtype)?;
+        for (name, head) in heads(dtype)? {
+            let (all, head) = (|| std::iter::once(0..positions), &*head);
+            let expected = on_threads(2, || next_tokens(head, &hidden, all()))?;
+            for threads in 1..=3 {
+                let found = on_threads(threads, || next_tokens(head, &hidden, batches()))?;
+                let differ = found.iter().zip(&expected).filter(|(found, expected)| found != expected).count();
+                assert_eq!(
+                    differ, 0,
+                    "{name} {dtype:?} on {threads} threads: {differ} of {positions} positions differ"
+                );
+            }
+            for sampling in samplings(name) {
+                let expected = on_threads(2, || sample(head, &hidden, sampling.clone(), all()))?;
+                let found = on_threads(3, || sample(head, &hidden, sampling.clone(), batches()))?;
+                let differ = found.iter().zip(&expected).filter(|(found, expected)| found != expected).count();
+                assert_eq!(differ, 0, "{name} {dtype:?} {sampling:?}: {differ} of {positions} ids differ");
+            }
         }
     }
     Ok(())

@@ -37,6 +37,11 @@ impl Choices {
         Ok(Choices { mixture, restriction, gathered_ids: Some(union) })
     }
 
+    /// Returns the token id of each row of the mixture's decoder, if they are not those of all ids.
+    pub(super) fn gathered_ids(&self) -> Option<&[u32]> {
+        self.gathered_ids.as_deref()
+    }
+
     /// Returns the token ids of these rows of the mixture's decoder.
     pub(super) fn token_ids(&self, rows: &Tensor) -> Result<Tensor> {
         match &self.gathered_ids {

@@ -7,7 +7,7 @@ use super::gathered_rows::{gathered_softmax, is_single};
 use super::ids::AllowedIds;
 use super::set_log_probs::{expand_columns, SetLogProbs};
 use crate::backend::operands::Sizes;
-use crate::decoding::{Sampler, TopK};
+use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, OutputShape, PositionOptions, Precision, Request};
@@ -237,6 +237,12 @@ impl Distributions for RestrictedMixture {
             restriction => choices.mixture.sample_within(restriction, sampler)?,
         };
         choices.token_ids(&drawn)
+    }
+
+    fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+        let choices = Choices::new(&self.mixture, self.restriction()?)?;
+        let (ids, vocab) = (choices.gathered_ids(), self.mixture.operands().sizes.vocab);
+        choices.mixture.next_tokens_within(&choices.restriction, ids, vocab, requests)
     }
 }
 

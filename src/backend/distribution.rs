@@ -22,6 +22,11 @@ pub(crate) trait Distribution<F>: Sync {
     /// Returns the log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They
     /// may be written to `buffer`. Values below `floor` may be returned as minus infinity.
     fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
+    /// As [`Distribution::tile`], the logits of a single component, if they are known. Unlike its log-probability, an id's logit
+    /// does not depend on the other ids.
+    fn logit_tile(&self, _: usize) -> Option<&[F]> {
+        None
+    }
     /// Returns the log-sum-exp of the logits, which is the difference between a logit and its log-probability. It is
     /// `None` if there are several components, or if it has not been computed.
     fn logit_offset(&self) -> Option<F>;

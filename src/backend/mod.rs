@@ -37,9 +37,10 @@ use crate::tensors::id_lists::{self, IdLists};
 use distribution::Visit;
 use divergence::DivergenceTerms;
 use objective::{LossResults, Objective, Scored, Task};
-use operands::Operands;
+use operands::{accumulation_dtype, Operands};
 use plan::Planned;
 use quantised::QuantisedMatrix;
+use ranking::TopKQuery;
 use shard::VocabShard;
 use weight::Weight;
 
@@ -111,6 +112,16 @@ pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
     on_device!(operands.device(), top_k(operands, k))
 }
 
+/// As [`top_k`]; on the CPU the results of a position have the same bits whatever the other positions are.
+pub(crate) fn independent_top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
+    if is_cpu(operands.device())? {
+        let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
+        ranking::tensors(&cpu::visit(operands, &TopKQuery { k })?, k, dtype, operands.device())
+    } else {
+        top_k(operands, k)
+    }
+}
+
 /// Runs a query on each position's distribution.
 pub(crate) fn visit<V: Visit>(operands: &Operands, query: &V) -> Result<Vec<V::Output>> {
     on_device!(operands.device(), visit(operands, query))
@@ -143,6 +154,16 @@ pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
         cpu::matmul(left, right)
     } else {
         Ok(left.matmul(right)?)
+    }
+}
+
+/// Computes the product of a linear layer, `input W^T`, for an input `[n, inputs]` and a weight `[outputs, inputs]`. On the CPU
+/// each row of the result has the same bits whatever the other rows are.
+pub(crate) fn linear(input: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    if is_cpu(input.device())? {
+        cpu::linear(input, weight)
+    } else {
+        Ok(input.matmul(&weight.t()?)?)
     }
 }
 

@@ -230,10 +230,10 @@ impl LowRankAdapter {
     /// Computes `s c A^T`, `[rows, r]`, for contexts `[rows, d]`.
     pub(super) fn contexts(&self, contexts: &Tensor) -> Result<Tensor> {
         let (rows, scale) = (contexts.dim(0)?, self.scale);
-        let forward = |product: Tensor, _: Option<&Tensor>| Ok((product * scale)?);
+        let forward = |layer: LinearOperands<'_>| Ok((backend::linear(layer.input, layer.weight)? * scale)?);
         let gradient = move |_: &Tensor, upstream: &Tensor| Ok((upstream * scale)?);
         let operands = LinearOperands { input: contexts, weight: &self.a, bias: None };
-        linear_layer("adapter", operands, &[rows, self.rank()], backend::matmul, forward, gradient)
+        linear_layer("adapter", operands, &[rows, self.rank()], forward, backend::matmul, gradient)
     }
 
     /// Computes `W + s B A` in f32 (f64 for f64), and returns it as a constant in the dtype of the weight.

@@ -21,5 +21,6 @@ pub(crate) use next_token::{AllLogProbsQuery, NextTokenQuery};
 pub use next_token::{Constraints, NextToken, TokenRequest};
 pub use pruning::Pruned;
 pub use sampler::Sampler;
+pub(crate) use sampler::Stage;
 pub use sampling::Sampling;
 pub use top_k::TopK;

@@ -15,6 +15,9 @@ use crate::tensors::transfer;
 /// Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers. The same seed draws the same
 /// ids on the same device with the same version of this crate.
 ///
+/// Each position takes its own numbers, in the order of the positions: on the CPU, a batch draws the same ids at once and in
+/// parts, one after the other ([`decode`](crate::decode)).
+///
 /// # Examples
 ///
 /// ```
@@ -34,7 +37,20 @@ use crate::tensors::transfer;
 #[derive(Clone, Debug)]
 pub struct Sampler {
     sampling: Sampling,
-    rng: StdRng,
+    /// A generator for each [`Stage`].
+    generators: [StdRng; 3],
+}
+
+/// The stages of a draw. Each has a generator of its own, from which a position takes one number: which numbers a position gets
+/// does not depend on the stages of the other positions.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Stage {
+    /// The draw of a token id, or of an entry of the first level.
+    Id,
+    /// The draw of a component, before that of an id.
+    Component,
+    /// The draw of an id within a cluster.
+    WithinCluster,
 }
 
 impl Sampler {
@@ -45,7 +61,10 @@ impl Sampler {
     /// If a number is out of range, or options exclude each other.
     pub fn new(sampling: Sampling, seed: u64) -> Result<Self> {
         sampling.validate()?;
-        Ok(Sampler { sampling, rng: StdRng::seed_from_u64(seed) })
+        let ids = StdRng::seed_from_u64(seed);
+        let mut seeds = ids.clone();
+        let (components, within_clusters) = (StdRng::from_rng(&mut seeds), StdRng::from_rng(&mut seeds));
+        Ok(Sampler { sampling, generators: [ids, components, within_clusters] })
     }
 
     /// The options of the draws.
@@ -96,14 +115,20 @@ impl Sampler {
     /// Draws `n` numbers from 0 to below 1. They are drawn before the work is split, so that the number of threads does
     /// not matter.
     pub fn uniform(&mut self, n: usize) -> Vec<f64> {
-        (0..n).map(|_| self.rng.random()).collect()
+        self.stage_uniform(Stage::Id, n)
+    }
+
+    /// Draws a number from 0 to below 1 for this stage of the draw at each of `n` positions.
+    pub(crate) fn stage_uniform(&mut self, stage: Stage, n: usize) -> Vec<f64> {
+        let generator = &mut self.generators[stage as usize];
+        (0..n).map(|_| generator.random()).collect()
     }
 
     /// Draws one component from each row of log-priors `[rows, n]`, which were computed in this dtype.
     pub(crate) fn draw_components(&mut self, log_priors: &Tensor, dtype: DType) -> Result<Vec<u32>> {
         let rows = transfer::read_matrix(log_priors)?;
         check_host_log_probs("log_priors", &rows, dtype)?;
-        let uniform = self.uniform(rows.len());
+        let uniform = self.stage_uniform(Stage::Component, rows.len());
         let draw = |(position, (row, u)): (usize, (&Vec<f64>, f64))| {
             let sum: f64 = row.iter().map(|x| x.exp()).sum();
             let drawn = find_by_mass(row.iter().map(|x| x.exp()), u * sum);

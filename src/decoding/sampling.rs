@@ -108,7 +108,7 @@ impl Sampling {
     }
 
     /// Whether top-k, top-p or min-p may drop an id.
-    pub(super) fn is_truncated(&self) -> bool {
+    pub(crate) fn is_truncated(&self) -> bool {
         self.top_k.is_some() || self.top_p < 1.0 || self.min_p > 0.0
     }
 

@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 
 use super::multinomial::DrawQuery;
+use super::next_token::{AllLogProbsQuery, NextToken, NextTokenQuery, TokenRequest};
 use super::sampler::Sampler;
 use super::top_k::TopK;
 use crate::backend;
@@ -15,6 +16,37 @@ use crate::tensors::id_lists::Restriction;
 use crate::tensors::log_softmax::log_sum_exp;
 use crate::tensors::transfer;
 
+/// The distribution of a position, renormalised over its allowed ids.
+struct Renormalised<F> {
+    /// The log-probabilities of the allowed ids.
+    log_probs: Vec<F>,
+    /// The sum of a log-probability and this is the id's logit, if there is a single component.
+    logit_offset: Option<f64>,
+}
+
+impl<F: Real> Renormalised<F> {
+    /// Renormalises a distribution over `ids`, which ascend. Those of a single component are computed from the logits of these
+    /// ids alone: the log-probabilities of a gathered decoder depend on the sets of the other positions by rounding.
+    fn new(position: usize, distribution: &dyn Distribution<F>, ids: &[u32]) -> Result<Self> {
+        distribution.check(position)?;
+        let (mut values, mut buffer, mut are_logits) = (Vec::with_capacity(ids.len()), Vec::new(), false);
+        for ids in ids.chunk_by(|a, b| *a as usize / TILE == *b as usize / TILE) {
+            let tile = ids[0] as usize / TILE;
+            let logits = distribution.logit_tile(tile);
+            are_logits = logits.is_some();
+            let tile = logits.unwrap_or_else(|| distribution.tile(tile, F::neg_infinity(), &mut buffer));
+            values.extend(ids.iter().map(|&id| tile[id as usize % TILE]));
+        }
+        let log_sum = log_sum_exp(values.iter().map(|x| x.f64()), 1.0);
+        if log_sum == f64::NEG_INFINITY {
+            return Err(Error::Impossible { position });
+        }
+        values.iter_mut().for_each(|x| *x = <F as candle_core::WithDType>::from_f64(x.f64() - log_sum));
+        let offset = if are_logits { Some(0.0) } else { distribution.logit_offset().map(Real::f64) };
+        Ok(Renormalised { log_probs: values, logit_offset: offset.map(|offset| offset + log_sum) })
+    }
+}
+
 /// A query of each position's distribution over its allowed ids. The ids of its answer are places among these.
 struct RestrictedQuery<'a, V> {
     query: &'a V,
@@ -25,19 +57,49 @@ impl<V: Visit> Visit for RestrictedQuery<'_, V> {
     type Output = V::Output;
 
     fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<V::Output> {
-        let Some(ids) = self.restriction.ids(position) else { return self.query.visit(position, distribution) };
-        distribution.check(position)?;
-        let (mut log_probs, mut buffer) = (Vec::with_capacity(ids.len()), Vec::new());
-        for ids in ids.chunk_by(|a, b| *a as usize / TILE == *b as usize / TILE) {
-            let tile = distribution.tile(ids[0] as usize / TILE, F::neg_infinity(), &mut buffer);
-            log_probs.extend(ids.iter().map(|&id| tile[id as usize % TILE]));
+        match self.restriction.ids(position) {
+            Some(ids) => {
+                let renormalised = Renormalised::new(position, distribution, ids)?;
+                self.query.visit(position, &Computed::new(&renormalised.log_probs))
+            }
+            None => self.query.visit(position, distribution),
         }
-        let log_mass = log_sum_exp(log_probs.iter().map(|x| x.f64()), 1.0);
-        if log_mass == f64::NEG_INFINITY {
-            return Err(Error::Impossible { position });
+    }
+}
+
+/// A query for the next token id of each position among its allowed ids.
+struct NextTokenWithin<'a> {
+    query: NextTokenQuery<'a>,
+    restriction: &'a Restriction,
+    /// The token id of each entry of the distribution; `None` if the entries are those of all ids.
+    token_ids: Option<&'a [u32]>,
+    vocab: usize,
+}
+
+impl Visit for NextTokenWithin<'_> {
+    type Output = NextToken;
+
+    fn needs_logits(&self) -> bool {
+        self.query.needs_logits()
+    }
+
+    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<NextToken> {
+        let (log_probs, offset, entries) = match self.restriction.ids(position) {
+            Some(ids) => {
+                let Renormalised { log_probs, logit_offset } = Renormalised::new(position, distribution, ids)?;
+                (log_probs.iter().map(|x| x.f64()).collect(), logit_offset.unwrap_or(0.0), Some(ids))
+            }
+            None => {
+                let (log_probs, offset) = AllLogProbsQuery.visit(position, distribution)?;
+                (log_probs, offset, None)
+            }
+        };
+        let mut by_id = vec![f64::NEG_INFINITY; self.vocab];
+        for (place, log_p) in log_probs.into_iter().enumerate() {
+            let entry = entries.map_or(place, |entries| entries[place] as usize);
+            by_id[self.token_ids.map_or(entry, |token_ids| token_ids[entry] as usize)] = log_p;
         }
-        log_probs.iter_mut().for_each(|x| *x = <F as candle_core::WithDType>::from_f64(x.f64() - log_mass));
-        self.query.visit(position, &Computed::new(&log_probs))
+        self.query.answer(position, &by_id, offset)
     }
 }
 
@@ -63,6 +125,20 @@ impl Mixture {
         }
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         TopK::from_ranked(&found, &[self.leading(), &[n]].concat(), dtype, operands.contexts.device())
+    }
+
+    /// Chooses the next token id at each position among its allowed ids. The mixture's ids are entries of a vocabulary of which
+    /// they are the `token_ids`, or all ids.
+    pub(crate) fn next_tokens_within(
+        &self,
+        restriction: &Restriction,
+        token_ids: Option<&[u32]>,
+        vocab: usize,
+        requests: &[&TokenRequest],
+    ) -> Result<Vec<NextToken>> {
+        let operands = self.operands();
+        let query = NextTokenQuery::new(requests, operands.sizes.positions, vocab)?;
+        backend::visit(operands, &NextTokenWithin { query, restriction, token_ids, vocab })
     }
 
     /// Draws one of the allowed ids at each position. The sampler's options must not be ancestral.

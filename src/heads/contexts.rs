@@ -228,11 +228,7 @@ impl Contexts {
             let first = drawn[positions[0] as usize] as usize * self.context_dim();
             let weight = self.latent_weight.narrow(0, first, self.context_dim())?.detach();
             let bias = self.latent_bias.narrow(0, first, self.context_dim())?.detach();
-            let z = states.index_select(&index(positions)?, 0)?.matmul(&weight.t()?)?.broadcast_add(&bias)?;
-            Ok(match self.activation {
-                ContextActivation::Tanh => z.tanh()?,
-                ContextActivation::Identity => z,
-            })
+            self.activated(&backend::linear(&states.index_select(&index(positions)?, 0)?, &weight)?, &bias)
         });
         let contexts = contexts.collect::<Result<Vec<_>>>()?;
         if contexts.is_empty() {
@@ -245,28 +241,33 @@ impl Contexts {
     /// `[positions, hidden]`.
     fn contexts(&self, states: &Tensor, shape: &[usize]) -> Result<Tensor> {
         let activation = self.activation;
-        let forward = move |z: Tensor, bias: Option<&Tensor>| match (activation, bias) {
-            (ContextActivation::Tanh, Some(bias)) => backend::bias_tanh(&z, bias),
-            (ContextActivation::Tanh, None) => Ok(z.tanh()?),
-            (ContextActivation::Identity, Some(bias)) => Ok(z.broadcast_add(bias)?),
-            (ContextActivation::Identity, None) => Ok(z),
-        };
+        let bias = self.latent_bias.detach();
+        let forward = |layer: LinearOperands<'_>| self.activated(&backend::linear(layer.input, layer.weight)?, &bias);
         let gradient = move |result: &Tensor, upstream: &Tensor| match activation {
             ContextActivation::Tanh => backend::tanh_gradient(result, upstream),
             ContextActivation::Identity => Ok(upstream.clone()),
         };
         let operands = LinearOperands { input: states, weight: &self.latent_weight, bias: Some(&self.latent_bias) };
-        linear_layer("contexts", operands, shape, backend::matmul, forward, gradient)
+        linear_layer("contexts", operands, shape, forward, backend::matmul, gradient)
+    }
+
+    /// Computes `activation(z + bias)` for `z` `[rows, n]` and a constant bias `[n]`.
+    fn activated(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor> {
+        match self.activation {
+            ContextActivation::Tanh => backend::bias_tanh(z, bias),
+            ContextActivation::Identity => Ok(z.broadcast_add(bias)?),
+        }
     }
 
     /// Computes `log softmax(W h + b)`, `[positions, K]` in the given shape, from hidden states `[positions, hidden]`.
     fn log_priors(&self, states: &Tensor, shape: &[usize]) -> Result<Tensor> {
         let dtype = states.dtype();
-        let forward = |z: Tensor, bias: Option<&Tensor>| backend::log_softmax(&z, bias);
+        let forward =
+            |layer: LinearOperands<'_>| backend::log_softmax(&backend::linear(layer.input, layer.weight)?, layer.bias);
         let gradient =
             move |log_priors: &Tensor, upstream: &Tensor| backend::log_softmax_gradient(log_priors, upstream, dtype);
         let operands = LinearOperands { input: states, weight: &self.prior_weight, bias: self.prior_bias.as_ref() };
-        linear_layer("priors", operands, shape, backend::matmul, forward, gradient)
+        linear_layer("priors", operands, shape, forward, backend::matmul, gradient)
     }
 }
 

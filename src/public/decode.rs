@@ -15,6 +15,20 @@
 //! take them in place of logits, unless a penalty of repetition depends on the sign of a logit. To decode among some
 //! ids alone, see [`sets`](crate::sets).
 //!
+//! # The same ids in every batch
+//!
+//! On the CPU, [`next_tokens`](crate::OutputLayer::next_tokens), [`verify`](crate::OutputLayer::verify) and
+//! [`sample`](crate::OutputLayer::sample) of every head of this crate give a position the same bits alone and in any batch, on any
+//! number of threads: the same ids, log-probabilities and entropies. What is promised is of the head, for hidden states of the
+//! same bits. The layers before it decide about those: candle's product of one row rounds otherwise than that of several, so
+//! that a model's hidden states, and then its ids where two are nearly equally probable, may depend on the batch.
+//!
+//! [`top_k`](crate::OutputLayer::top_k), [`score`](crate::score) and losses take faster products of many rows: they agree with the above
+//! up to rounding, so that ids differ only where two are nearly equally probable. GPUs promise nothing of this, nor do heads of
+//! your own.
+//!
+//! # Numerics
+//!
 //! A head that is one mixture computes all logits of a position once, for its log-sum-exps, and reads its distribution
 //! in tiles. A NaN distribution is an error that names its position.
 

@@ -26,20 +26,21 @@ pub(crate) fn as_matrix(rows: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Computes a linear layer and its activation, `forward(W h, b)`, as one node of the graph, which keeps only its
-/// result. The result has a `shape` of its own, because candle would copy the gradient of another node that changes the
-/// shape. The gradient of `W h + b` is `gradient(result, upstream)`; `matmul` multiplies two matrices.
+/// Computes a linear layer and its activation as one node of the graph, which keeps only its result: `forward` gets the
+/// operands as constants. The result has a `shape` of its own, because candle would copy the gradient of another node that
+/// changes the shape. The gradient of `W h + b` is `gradient(result, upstream)`; `matmul` multiplies two matrices.
 pub(crate) fn linear_layer(
     name: &'static str,
     operands: LinearOperands<'_>,
     shape: &[usize],
+    forward: impl FnOnce(LinearOperands<'_>) -> Result<Tensor>,
     matmul: fn(&Tensor, &Tensor) -> Result<Tensor>,
-    forward: impl Fn(Tensor, Option<&Tensor>) -> Result<Tensor>,
     gradient: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let LinearOperands { input, weight, bias } = operands;
-    let product = matmul(&input.detach(), &weight.detach().t()?)?;
-    let result = forward(product, bias.map(Tensor::detach).as_ref())?.reshape(shape)?;
+    let constants = (input.detach(), weight.detach(), bias.map(Tensor::detach));
+    let constants = LinearOperands { input: &constants.0, weight: &constants.1, bias: constants.2.as_ref() };
+    let result = forward(constants)?.reshape(shape)?;
     let operands = [Some(input), Some(weight), bias];
     autograd::attach(name, result, operands, move |[input, weight, bias], result, upstream| {
         // candle's Metal backend does not multiply empty matrices.

@@ -7,14 +7,21 @@ use std::marker::PhantomData;
 use candle_core::{DType, Tensor};
 
 use super::{Cluster, Levels, TwoLevel};
+use crate::backend;
+use crate::backend::distribution::{Computed, Visit};
 use crate::backend::operands::accumulation_dtype;
-use crate::decoding::{Sampler, TopK};
+use crate::decoding::{
+    AllLogProbsQuery, DrawQuery, NextToken, NextTokenQuery, Sampler, Sampling, Stage, TokenRequest, TopK,
+};
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
 use crate::heads::{request_layer_methods, select_hidden, MixtureLayer, OutputLayer, RequestLayer};
 use crate::loss::{Loss, OutputShape, Request};
 use crate::tensors::checks::{check_product, leading};
 use crate::tensors::transfer::{select_positions, to_device};
+
+/// The number of positions whose log-probabilities of all ids are held at once.
+const POSITIONS: usize = 16;
 
 impl<S: Debug + Send + Sync, R: MixtureLayer> OutputLayer for TwoLevel<S, R> {
     fn hidden_size(&self) -> usize {
@@ -114,20 +121,34 @@ impl Distributions for TwoLevelDistributions<'_> {
 
     /// A temperature or a truncation needs the log-probabilities of all ids; otherwise only drawn clusters are computed.
     fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
-        let TwoLevelDistributions { head, hidden, states } = self;
-        let sampling = sampler.sampling();
+        let TwoLevelDistributions { hidden, states, .. } = self;
+        let sampling = sampler.sampling().clone();
         if sampling.component_temperature != 1.0 {
             return Err(Error::Unsupported { option: OptionName::ComponentTemperature, head: self.head.name });
         }
         if sampling.temperature == 0.0 {
             return self.argmax();
         }
-        let is_whole = sampling.top_k.is_none() && sampling.top_p >= 1.0 && sampling.min_p <= 0.0;
-        if !is_whole || sampling.temperature != 1.0 {
-            let log_probs = self.log_probs_as(accumulation_dtype("hidden", hidden.dtype())?)?;
-            return sampler.sample_rounded(&log_probs.detach(), hidden.dtype());
-        }
+        let ids = if sampling.is_truncated() || sampling.temperature != 1.0 {
+            let uniform = sampler.uniform(states.dim(0)?);
+            self.visit(&DrawQuery { sampling: &sampling, uniform: &uniform })?
+        } else {
+            self.draw_by_level(sampler)?
+        };
+        to_device(ids, leading(hidden)?, hidden.device())
+    }
+
+    fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+        self.visit(&NextTokenQuery::new(requests, self.states.dim(0)?, self.head.vocab_size)?)
+    }
+}
+
+impl TwoLevelDistributions<'_> {
+    /// Draws an entry of the first level at each position and, if it is a cluster, an id of the cluster.
+    fn draw_by_level(&self, sampler: &mut Sampler) -> Result<Vec<u32>> {
+        let TwoLevelDistributions { head, states, .. } = self;
         let states = states.detach();
+        let uniform = sampler.stage_uniform(Stage::WithinCluster, states.dim(0)?);
         let mut ids = head.root.sample(&states, sampler)?.flatten_all()?.to_vec1::<u32>()?;
         let entries = head.shortlist + head.clusters.len();
         if let Some(entry) = ids.iter().find(|entry| **entry as usize >= entries) {
@@ -140,13 +161,38 @@ impl Distributions for TwoLevelDistributions<'_> {
             }
         }
         for (cluster, positions) in members.iter().enumerate().filter(|(_, positions)| !positions.is_empty()) {
-            let states = states.index_select(&Tensor::new(&**positions, hidden.device())?, 0)?;
-            let drawn = head.clusters[cluster].mixture(&states)?.sample(sampler);
+            let states = states.index_select(&Tensor::new(&**positions, states.device())?, 0)?;
+            let uniform: Vec<f64> = positions.iter().map(|&position: &u32| uniform[position as usize]).collect();
+            let draw = DrawQuery { sampling: &Sampling::new(), uniform: &uniform };
+            let drawn = backend::visit(head.clusters[cluster].mixture(&states)?.operands(), &draw);
             let drawn = drawn.map_err(|error| error.with_position_from(positions))?;
-            for (&position, index) in positions.iter().zip(drawn.to_vec1::<u32>()?) {
+            for (&position, index) in positions.iter().zip(drawn) {
                 ids[position as usize] = head.id_within(cluster, index as usize);
             }
         }
-        to_device(ids, leading(hidden)?, hidden.device())
+        Ok(ids)
+    }
+
+    /// Answers a query of each position's distribution over all ids. Each position is computed as it is alone, so that
+    /// its answer has the same bits in every batch.
+    fn visit<V: Visit>(&self, query: &V) -> Result<Vec<V::Output>> {
+        let TwoLevelDistributions { head, states, .. } = self;
+        let (states, positions) = (states.detach(), states.dim(0)?);
+        let mut answers = Vec::with_capacity(positions);
+        for first in (0..positions).step_by(POSITIONS) {
+            let places: Vec<u32> = (first as u32..positions.min(first + POSITIONS) as u32).collect();
+            let states = states.narrow(0, first, places.len())?;
+            let mut levels = Vec::with_capacity(head.clusters.len() + 1);
+            for mixture in head.mixtures(&states) {
+                let log_probs = backend::visit(mixture?.operands(), &AllLogProbsQuery);
+                levels.push(log_probs.map_err(|error| error.with_position_from(&places))?);
+            }
+            let answer = |(i, position): (usize, &u32)| {
+                let levels = levels.iter().map(|level| &level[i].0[..]);
+                query.visit(*position as usize, &Computed::new(&head.log_probs_by_id(levels, states.dtype())))
+            };
+            answers.extend(V::answers(places.iter().enumerate(), answer)?);
+        }
+        Ok(answers)
     }
 }

@@ -35,6 +35,7 @@ use crate::error::{Error, Result};
 use crate::heads::MixtureLayer;
 use crate::mixture::Mixture;
 use crate::tensors::checks::leading;
+use crate::tensors::dropout::DropoutMasks;
 use crate::tensors::linear::{linear_layer, LinearOperands};
 pub use adaptive::{Adaptive, AdaptiveConfig, AdaptiveSoftmax};
 pub use hierarchical::{Classes, Hierarchical, HierarchicalConfig, HierarchicalSoftmax};
@@ -104,7 +105,8 @@ impl Cluster {
                 let shape = [states.dim(0)?, 1, weight.dim(0)?];
                 let operands = LinearOperands { input: states, weight, bias: None };
                 let gradient = |_: &Tensor, upstream: &Tensor| Ok(upstream.clone());
-                linear_layer("cluster", operands, &shape, backend::matmul, |z, _| Ok(z), gradient)?
+                let forward = |layer: LinearOperands<'_>| backend::linear(layer.input, layer.weight);
+                linear_layer("cluster", operands, &shape, forward, backend::matmul, gradient)?
             }
         };
         Mixture::new(&contexts, None, &self.weight, self.bias.as_ref())
@@ -174,7 +176,33 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     }
 }
 
+/// Returns the addition of the log-probabilities of two levels, which rounds as that of two tensors of this dtype does, so that
+/// the sum equals that of `log_probs`.
+fn addition(dtype: DType) -> fn(f64, f64) -> f64 {
+    match dtype {
+        DType::F64 => |a, b| a + b,
+        _ => |a, b| f64::from(a as f32 + b as f32),
+    }
+}
+
 impl Levels<'_> {
+    /// Makes the mixtures of the root and of each cluster at these positions, `[positions, hidden]`.
+    fn mixtures<'b>(&'b self, states: &'b Tensor) -> impl Iterator<Item = Result<Mixture>> + 'b {
+        let root = std::iter::once_with(|| self.root_mixture(states));
+        root.chain(self.clusters.iter().map(|cluster| cluster.mixture(states)))
+    }
+
+    /// Makes the mixture of the root, and checks its vocabulary.
+    fn root_mixture(&self, states: &Tensor) -> Result<Mixture> {
+        let (mixture, entries) = (self.root.mixture(states, DropoutMasks::Off)?, self.shortlist + self.clusters.len());
+        let vocab = mixture.operands().sizes.vocab;
+        if vocab == entries {
+            Ok(mixture)
+        } else {
+            Err(Error::shape("log-probabilities of the first level", format!("[.., {entries}]"), &[vocab]))
+        }
+    }
+
     /// Computes the log-probabilities of the root, `[positions, entries]`, and checks their shape.
     fn root_log_probs(&self, states: &Tensor, dtype: DType) -> Result<Tensor> {
         let root = self.root.log_probs_as(states, dtype)?;
@@ -183,6 +211,21 @@ impl Levels<'_> {
             Ok(root)
         } else {
             Err(Error::shape("log-probabilities of the first level", format!("{expected:?}"), root.dims()))
+        }
+    }
+
+    /// Adds up the log-probabilities of all ids at a position from those of the root's entries and of each cluster's ids.
+    fn log_probs_by_id<'b>(&self, mut levels: impl Iterator<Item = &'b [f64]>, dtype: DType) -> Vec<f64> {
+        let add = addition(dtype);
+        let root = levels.next().unwrap_or(&[]);
+        let (shortlist, clusters) = root.split_at(self.shortlist);
+        let mut by_slot = shortlist.to_vec();
+        for (cluster, within) in clusters.iter().zip(levels) {
+            by_slot.extend(within.iter().map(|&log_p| add(*cluster, log_p)));
+        }
+        match self.permutation {
+            Some(permutation) => permutation.slot_by_id.iter().map(|&slot| by_slot[slot as usize]).collect(),
+            None => by_slot,
         }
     }
 

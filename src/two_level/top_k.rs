@@ -4,15 +4,15 @@
 //! in descending order of their probability at all positions together, each at the positions where it is not less
 //! probable than the k-th most probable id so far.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::distributions::TwoLevelDistributions;
-use super::Levels;
-use crate::backend::distribution::{Computed, Distribution};
+use super::{addition, Levels};
+use crate::backend;
+use crate::backend::distribution::Computed;
 use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{self, order, Ranked};
-use crate::decoding::TopK;
-use crate::distributions::Distributions;
+use crate::decoding::{AllLogProbsQuery, TopK};
 use crate::error::Result;
 use crate::tensors::transfer::read_matrix;
 
@@ -44,15 +44,11 @@ impl TwoLevelDistributions<'_> {
         TopK::check_k(k, head.vocab_size)?;
         let states = states.detach();
         let accumulation = accumulation_dtype("hidden", hidden.dtype())?;
-        let root = read_matrix(&head.root_log_probs(&states, accumulation)?.detach())?;
-        let shortlist_top_k = |(position, root): (usize, &Vec<f64>)| {
-            Computed::new(root).check(position)?;
-            Ok(ranking::top_k(&Computed::new(&root[..head.shortlist]), k))
-        };
-        let found = root.iter().enumerate().map(shortlist_top_k).collect::<Result<Vec<_>>>()?;
-        let clusters = root.iter().map(|root| &root[head.shortlist..]);
+        let root = backend::visit(head.root_mixture(&states)?.operands(), &AllLogProbsQuery)?;
+        let found = root.iter().map(|(root, _)| ranking::top_k(&Computed::new(&root[..head.shortlist]), k));
+        let clusters = root.iter().map(|(root, _)| &root[head.shortlist..]);
         let search = |(found, clusters)| ClusterSearch { found, clusters };
-        let mut searches: Vec<ClusterSearch> = found.into_iter().zip(clusters).map(search).collect();
+        let mut searches: Vec<ClusterSearch> = found.zip(clusters).map(search).collect();
 
         let first: Vec<Option<usize>> = searches.iter().map(ClusterSearch::first_cluster).collect();
         let mut visits = vec![Vec::new(); head.clusters.len()];
@@ -95,14 +91,11 @@ impl Levels<'_> {
             return Ok(());
         }
         let states = states.index_select(&Tensor::new(positions, states.device())?, 0)?;
-        let top = self.clusters[cluster].mixture(&states)?.top_k(k.min(self.clusters[cluster].slots.len()));
-        let top = top.map_err(|error| error.with_position_from(positions))?;
-        // It rounds as the addition of two tensors does, so that the sum equals that of `log_probs`.
-        let add = |a: f64, b: f64| match top.log_probs.dtype() {
-            DType::F64 => a + b,
-            _ => f64::from(a as f32 + b as f32),
-        };
-        let (ids, log_probs) = (top.token_ids.to_vec2::<u32>()?, read_matrix(&top.log_probs)?);
+        let mixture = self.clusters[cluster].mixture(&states)?;
+        let top = backend::independent_top_k(mixture.operands(), k.min(self.clusters[cluster].slots.len()));
+        let (ids, log_probs) = top.map_err(|error| error.with_position_from(positions))?;
+        let add = addition(log_probs.dtype());
+        let (ids, log_probs) = (ids.to_vec2::<u32>()?, read_matrix(&log_probs)?);
         for ((&position, ids), log_probs) in positions.iter().zip(ids).zip(log_probs) {
             let ClusterSearch { clusters, found } = &mut searches[position as usize];
             let id = |(index, log_prob)| (add(clusters[cluster], log_prob), self.id_within(cluster, index as usize));

@@ -37,6 +37,7 @@ use objective::divergence;
 pub(super) use operands::dtype::rounded;
 use operands::dtype::{with_accumulator, Accumulator};
 use plan::{ranking_task, with_products};
+pub(super) use products::linear::linear;
 pub(super) use products::lists::{list_product_gradients, list_products, scattered_rows};
 pub(super) use products::matmul::matmul;
 pub(super) use two_pass::frozen_linear::{input_gradient, product};

@@ -2,6 +2,7 @@
 
 pub(crate) mod decoder_squares;
 pub(crate) mod gemv;
+pub(crate) mod linear;
 pub(crate) mod lists;
 pub(crate) mod matmul;
 pub(crate) mod multiplier;

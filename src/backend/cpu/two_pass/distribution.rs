@@ -68,6 +68,10 @@ impl<F: Float> Distribution<F> for PositionRows<'_, F> {
         &buffer[..ids]
     }
 
+    fn logit_tile(&self, tile: usize) -> Option<&[F]> {
+        (self.components.len() == 1).then(|| &self.rows[tile * TILE..self.vocab.min((tile + 1) * TILE)])
+    }
+
     fn logit_offset(&self) -> Option<F> {
         match self.components[..] {
             [(largest, log_scale)] => Some(largest - log_scale),

@@ -366,6 +366,17 @@ impl Error {
         self
     }
 
+    /// Returns the position that an error of a distribution names.
+    pub(crate) fn position(&self) -> Option<usize> {
+        match self {
+            Error::EmptySet { position }
+            | Error::Distribution { position }
+            | Error::Impossible { position }
+            | Error::Value { position, .. } => Some(*position),
+            _ => None,
+        }
+    }
+
     /// Replaces the position in an error of a computation for these positions alone: i becomes `positions[i]`.
     pub(crate) fn with_position_from(mut self, positions: &[u32]) -> Self {
         match &mut self {

@@ -2,7 +2,8 @@
 //!
 //! A distribution is read tile by tile ([`Distribution`](crate::backend::distribution::Distribution)), without a tensor
 //! of the vocabulary's size: [`top_k`] ranks its ids, and [`multinomial`] draws one of them. [`next_token`], which
-//! answers requests with settings of their own, collects the tiles of one position at a time. [`within`] chooses from
+//! answers requests with settings of their own, collects the tiles of one position at a time. [`verification`] draws those of
+//! several steps at once, after drafts. [`within`] chooses from
 //! allowed ids alone, and [`pruning`] removes components before anything is computed of them.
 
 mod log_probs;
@@ -13,6 +14,7 @@ mod sampler;
 mod sampling;
 mod top_k;
 mod truncation;
+mod verification;
 mod within;
 
 pub(crate) use log_probs::check_host_log_probs;
@@ -24,3 +26,5 @@ pub use sampler::Sampler;
 pub(crate) use sampler::Stage;
 pub use sampling::Sampling;
 pub use top_k::TopK;
+pub(crate) use verification::Verification;
+pub use verification::Verified;

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 
 use candle_core::{DType, Tensor, D};
 
-use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
+use crate::decoding::{NextToken, Sampler, TokenRequest, TopK, Verification, Verified};
 use crate::distributions::{Distributions, GivenLogProbs};
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions, OutputShape, Reduction};
@@ -33,7 +33,7 @@ use crate::tensors::transfer::{accurate_dtype, select_positions};
 /// | | |
 /// |---|---|
 /// | [`log_prob`](OutputLayer::log_prob), [`score`](OutputLayer::score), [`log_probs_as`](OutputLayer::log_probs_as) | log-probabilities and entropies with gradients ([`score`](crate::score)) |
-/// | [`top_k`](OutputLayer::top_k), [`argmax`](OutputLayer::argmax), [`sample`](OutputLayer::sample), [`next_tokens`](OutputLayer::next_tokens) | decoding ([`decode`](crate::decode)) |
+/// | [`top_k`](OutputLayer::top_k), [`argmax`](OutputLayer::argmax), [`sample`](OutputLayer::sample), [`next_tokens`](OutputLayer::next_tokens), [`verify`](OutputLayer::verify) | decoding ([`decode`](crate::decode)) |
 /// | [`policy_loss`](OutputLayer::policy_loss), [`distill`](OutputLayer::distill) | PPO and GRPO ([`policy`](crate::policy)), a teacher's distributions ([`distill`](crate::distill)) |
 /// | [`frozen`](OutputLayer::frozen) | the head as a constant |
 ///
@@ -386,6 +386,76 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// [`Error::Impossible`](crate::Error::Impossible) if it has no possible id. No request is answered after an error.
     fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
         self.distributions(hidden, None)?.next_tokens(requests)
+    }
+
+    /// Verifies drafted token ids, for speculative decoding: draws the next tokens of each text from the hidden states after its
+    /// last token and after each of its drafts, and accepts the drafts that they agree with. All rows of all texts are
+    /// computed from one read of the decoder.
+    ///
+    /// The noise of a draw is a function of the request's seed, the step and the token id ([`TokenRequest`]), and so the tokens
+    /// are those that [`next_tokens`](OutputLayer::next_tokens) draws step by step, whatever the drafts are: a row draws with the
+    /// request of its text after the drafts before it, with its penalties, constraints and processor. For a head of this crate
+    /// on the CPU ids and log-probabilities are the same to the bit, if the hidden states are
+    /// ([what is promised](crate::decode#the-same-ids-in-every-batch)).
+    ///
+    /// A drafter that draws with a clone of the request shares its noise: where both distributions are alike, both draw the
+    /// same id, much more often than with noise of their own (Daliri et al.). The noise is shared for agreement
+    /// alone. The ratio test of Leviathan et al. accepts a draft with the probability `min(1, p / q)`, and needs noise that the
+    /// draft does not depend on: with the drafter's, what it draws after a rejection is biased.
+    ///
+    /// Each request advances by the tokens of its text, `accepted + 1` of them. After an error no request has moved. The
+    /// constraints of a request hold at all rows of its text: where they change from step to step, as those of a grammar do,
+    /// verify the drafts up to the change.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[rows, hidden]`: for each text in turn, the state after its last token and that after each of its drafts
+    /// - drafts: a list of token ids for each text, which may be empty
+    /// - requests: one for each text
+    ///
+    /// # Errors
+    ///
+    /// If there are not as many requests as lists, or not as many hidden states as drafts and texts together.
+    /// [`Error::Request`](crate::Error::Request) names the first text with a draft outside the vocabulary or with a request that
+    /// [`TokenRequest::check`] refuses. Otherwise the errors of [`next_tokens`](OutputLayer::next_tokens), with the row as the
+    /// position. Errors of rows after a rejected draft do not count: plain sampling does not come there.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use mos_head::decode::{Sampling, TokenRequest};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+    /// let hidden = Tensor::randn(0f32, 1., (4, 8), &Device::Cpu)?; // after the text, and after each of three drafts
+    /// let mut request = TokenRequest::new(Sampling::new().with_temperature(0.8), 42)?;
+    /// let verified = &head.verify(&hidden, &[&[17, 4, 9]], &mut [&mut request])?[0];
+    /// assert_eq!(verified.tokens.len(), verified.accepted + 1);
+    /// assert_eq!(request.generated(), verified.tokens.len() as u64);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # References
+    ///
+    /// - Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding. ICML 2023, arXiv 2211.17192.
+    /// - Daliri, Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding. 2024, arXiv
+    ///   2408.07978.
+    fn verify(&self, hidden: &Tensor, drafts: &[&[u32]], requests: &mut [&mut TokenRequest]) -> Result<Vec<Verified>> {
+        let positions = leading(hidden).map(|leading| leading.iter().product());
+        let verification =
+            positions.and_then(|positions| Verification::new(positions, self.vocab_size(), drafts, requests));
+        let verification = verification.map_err(|error| self.announce(error))?;
+        let verified = verification.verify(|rows, requests| match rows {
+            None => self.next_tokens(hidden, requests),
+            Some(_) => self.distributions(hidden, rows)?.next_tokens(requests),
+        })?;
+        for (verified, request) in verified.iter().zip(requests) {
+            verified.tokens.iter().for_each(|token| request.push(token.token_id));
+        }
+        Ok(verified)
     }
 
     /// Returns the distributions after hidden states, without dropout, of which `score`, `policy_loss`, `distill`,

@@ -8,7 +8,7 @@ use super::mixture_layer::MixtureLayer;
 use super::output_layer::OutputLayer;
 use super::projection::Projection;
 use crate::backend::plan::Plan;
-use crate::decoding::{NextToken, Pruned, Sampler, TokenRequest, TopK};
+use crate::decoding::{NextToken, Pruned, Sampler, TokenRequest, TopK, Verified};
 use crate::distributions::Distributions;
 use crate::error::{Error, Result};
 use crate::loss::{Loss, LossOptions};
@@ -49,6 +49,9 @@ delegate_to_pointee! {
         fn argmax(hidden: &Tensor) -> Result<Tensor>;
         fn sample(hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor>;
         fn next_tokens(hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>>;
+        fn verify(
+            hidden: &Tensor, drafts: &[&[u32]], requests: &mut [&mut TokenRequest]
+        ) -> Result<Vec<Verified>>;
         fn distributions(hidden: &Tensor, positions: Option<&[u32]>) -> Result<Box<dyn Distributions + '_>>;
         fn announce(error: Error) -> Error;
         fn frozen() -> Result<Box<dyn OutputLayer + '_>>;

@@ -7,6 +7,7 @@
 //! | [`top_k`](crate::OutputLayer::top_k), [`argmax`](crate::OutputLayer::argmax) | return the most probable token ids under the whole mixture ([`TopK`]); among equals the lowest id comes first |
 //! | [`sample`](crate::OutputLayer::sample) | draws with a [`Sampler`]: [`Sampling`] has the temperature of the mixture or of its components, top-k, top-p and min-p; the same seed draws the same ids |
 //! | [`next_tokens`](crate::OutputLayer::next_tokens) | answers the [`TokenRequest`]s of several texts, each of which has its own seed, sampling and [`Constraints`], from one read of the decoder; a [`NextToken`] has a token id, its log-probabilities, the most probable ids and the entropy |
+//! | [`verify`](crate::OutputLayer::verify) | verifies drafted token ids for speculative decoding: the texts are those that `next_tokens` draws step by step ([`Verified`]) |
 //! | [`with_ancestral`](Sampling::with_ancestral) | draws a component, and then an id from its softmax: the distribution is that of the mixture, at nearly the cost of one softmax |
 //! | [`BeamSearch`] | finds the most probable sequences of a batch, each a [`Hypothesis`], n-best, with a length penalty; the model is a closure |
 //! | [`prune`](crate::MixtureLayer::prune) | removes the components whose priors sum to at most m, with a bound of the total variation ([`Pruned`]) |
@@ -32,5 +33,5 @@
 //! A head that is one mixture computes all logits of a position once, for its log-sum-exps, and reads its distribution
 //! in tiles. A NaN distribution is an error that names its position.
 
-pub use crate::decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenRequest, TopK};
+pub use crate::decoding::{Constraints, NextToken, Pruned, Sampler, Sampling, TokenRequest, TopK, Verified};
 pub use crate::heads::{BeamSearch, Hypothesis};

@@ -8,15 +8,16 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
+use common::allowed::per_position;
 use common::case::{Case, Head, Sizes};
 use common::values::{fill, tensor};
 use mos_head::decode::{Constraints, NextToken, Sampler, Sampling, TokenRequest};
-use mos_head::parts::{LowRankAdapter, Projection};
+use mos_head::parts::{Configured, Contexts, LowRankAdapter, Projection};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    Distributions, MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxConfig,
-    SoftmaxHead,
+    Distributions, DropoutMasks, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer,
+    Result, SoftmaxConfig, SoftmaxHead,
 };
 
 const VOCAB: usize = 1021;
@@ -216,6 +217,81 @@ fn every_head_answers_a_position_with_the_same_bits_in_every_batch_and_on_every_
                 assert_eq!(differ, 0, "{name} {dtype:?} {sampling:?}: {differ} of {positions} ids differ");
             }
         }
+    }
+    Ok(())
+}
+
+/// Sets of their own at each position, with which a single softmax gathers the rows of the ids that are in any set.
+#[test]
+fn a_position_with_a_set_of_its_own_has_the_same_bits_in_every_batch() -> Result<()> {
+    let positions = BATCHES.iter().sum();
+    let list =
+        |position: usize| (0..2 + position % 40).map(|i| ((position * 37 + i * i * 11) % VOCAB) as u32).collect();
+    let lists: Vec<Vec<u32>> = (0..positions).map(list).collect();
+    for dtype in [DType::F32, DType::BF16] {
+        let hidden = tensor(&[positions, HIDDEN], 5, dtype)?;
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, dtype, &Device::Cpu);
+        let softmax = SoftmaxHead::new(&SoftmaxConfig::new(HIDDEN, VOCAB), vb.pp("softmax"))?;
+        let config = MixtureConfig::new(HIDDEN, VOCAB, 3).with_context_dim(40);
+        let softmaxes = MixtureOfSoftmaxes::new(&config, vb.pp("softmaxes"))?;
+        fill(&vars, 0.4)?;
+        let heads: [&dyn MixtureLayer; 2] = [&softmax, &softmaxes];
+        for head in heads {
+            let run = |batches: &mut dyn Iterator<Item = Range<usize>>| -> Result<Vec<NextToken>> {
+                let mut tokens = Vec::new();
+                for batch in batches {
+                    let allowed = per_position(&lists[batch.clone()]);
+                    let restricted = Restricted::new(head, allowed)?;
+                    let hidden = hidden.narrow(0, batch.start, batch.len())?;
+                    let request = |position: usize| {
+                        let constraints = Constraints::new().with_repetition_penalty(1.3);
+                        let request =
+                            TokenRequest::new(Sampling::new(), position as u64)?.with_prompt(&lists[position]);
+                        Ok(request.with_constraints(constraints)?.with_best(2).with_entropy(true))
+                    };
+                    let requests = batch.map(request).collect::<Result<Vec<_>>>()?;
+                    tokens.extend(restricted.next_tokens(&hidden, &requests.iter().collect::<Vec<_>>())?);
+                }
+                Ok(tokens)
+            };
+            let (all, found) = (run(&mut std::iter::once(0..positions))?, run(&mut batches())?);
+            let differ = found.iter().zip(&all).filter(|(found, expected)| found != expected).count();
+            assert_eq!(differ, 0, "K = {} {dtype:?}: {differ} of {positions} positions differ", head.components());
+            for (token, list) in all.iter().zip(&lists) {
+                assert!(list.contains(&token.token_id));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The contexts of the components that an ancestral draw chooses.
+#[test]
+fn a_drawn_context_has_the_same_bits_in_every_batch() -> Result<()> {
+    let positions = BATCHES.iter().sum();
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, dtype, &Device::Cpu);
+        let contexts = Contexts::new(&MixtureConfig::new(HIDDEN, VOCAB, 5).with_context_dim(40), &vb)?;
+        fill(&vars, 0.4)?;
+        let hidden = tensor(&[positions, HIDDEN], 5, dtype)?;
+        let (every, _) = contexts.forward(&hidden, DropoutMasks::Off)?;
+        let run = |batches: &mut dyn Iterator<Item = Range<usize>>| -> Result<Vec<Vec<f64>>> {
+            let (mut sampler, mut rows) = (Sampler::new(Sampling::new().with_ancestral(true), 3)?, Vec::new());
+            for batch in batches {
+                let drawn = contexts.draw(&hidden.narrow(0, batch.start, batch.len())?, &mut sampler)?;
+                rows.extend(drawn.expect("contexts").squeeze(1)?.to_dtype(DType::F64)?.to_vec2()?);
+            }
+            Ok(rows)
+        };
+        let all = run(&mut std::iter::once(0..positions))?;
+        let found = run(&mut batches())?;
+        let differ: Vec<usize> = (0..positions).filter(|&position| found[position] != all[position]).collect();
+        assert!(differ.is_empty(), "{dtype:?}: {differ:?}");
+        // It is the context that a forward pass computes.
+        let every = every.to_dtype(DType::F64)?.to_vec3::<f64>()?;
+        assert!(every.iter().zip(&all).all(|(every, drawn)| every.contains(drawn)), "{dtype:?}");
     }
     Ok(())
 }

@@ -251,6 +251,21 @@ fn a_request_draws_the_same_alone_in_any_batch_and_on_any_threads() -> Result<()
     Ok(())
 }
 
+/// The steps of a text draw with noise of their own.
+#[test]
+fn equal_distributions_draw_other_ids_at_other_steps() -> Result<()> {
+    let mixture = case(1, 1, 700).mixture(DType::F32, &Device::Cpu)?;
+    let mut request = TokenRequest::new(Sampling::new().with_temperature(3.0), 5)?;
+    let mut ids = std::collections::BTreeSet::new();
+    for _ in 0..30 {
+        let id = mixture.next_tokens(&[&request])?[0].token_id;
+        request.push(id);
+        ids.insert(id);
+    }
+    assert!(ids.len() > 20, "{ids:?}");
+    Ok(())
+}
+
 /// 32 threads with requests of their own, at once.
 #[test]
 fn threads_with_their_own_requests_do_not_disturb_each_other() -> Result<()> {

@@ -59,9 +59,9 @@ mod tests {
     use super::*;
     use crate::tensors::transfer::read_matrix;
 
-    /// Makes numbers that every type represents, and whose products have few digits.
+    /// Makes numbers whose products are rounded.
     fn matrix(rows: usize, columns: usize, seed: usize, dtype: DType) -> Result<Tensor> {
-        let values = (0..rows * columns).map(|i| ((i * 7 + i / 11 + seed * 13) % 31) as f64 / 8.0 - 2.0);
+        let values = (0..rows * columns).map(|i| ((i * 7919 + seed) as f64).sin());
         Ok(Tensor::from_vec(values.collect(), (rows, columns), &Device::Cpu)?.to_dtype(dtype)?)
     }
 

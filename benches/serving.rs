@@ -3,6 +3,7 @@
 //!     cargo bench --bench serving
 //!     cargo bench --bench serving -- v33278-k15    # one mixture
 //!
+//! With a single softmax, `verify-token` and `verify-service` verify four drafts of a text, beside the same head at one position.
 //! The ways of a mixture take turns, so that all of them see the same machine. Prints the least and the median time in
 //! milliseconds, and the ratio of the medians to `read`, the time to read the decoder's matrix in f32 on all threads, and
 //! to `sample` at one position.
@@ -15,13 +16,13 @@ use std::hint::black_box;
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::ops::log_softmax;
 use mos_head::decode::{Constraints, Sampler, Sampling, TokenRequest};
-use mos_head::Distributions;
-use mos_head::Mixture;
+use mos_head::{Distributions, Mixture, OutputLayer, SoftmaxHead};
 use shared::{median, read, turns};
 
 /// (vocab, d, K): WikiText-2, and the vocabulary of a large model.
 const SHAPES: [(usize, usize, usize); 3] = [(33_278, 300, 15), (128_256, 1024, 1), (128_256, 1024, 15)];
 const BATCH: usize = 8;
+const DRAFTS: [u32; 4] = [5, 17, 23, 400];
 
 type Way<'a> = (&'static str, Box<dyn FnMut() -> mos_head::Result<()> + 'a>);
 
@@ -60,6 +61,10 @@ fn shape(name: &str, (vocab, d, components): (usize, usize, usize), seconds: f64
     (0..1000).for_each(|i| full.push(i * 7919 % vocab as u32));
     let ids = Tensor::new(&[5u32], device)?;
 
+    let head = SoftmaxHead::from_tensors(weight.clone(), None)?;
+    let hidden = Tensor::randn(0f32, 1.0, (DRAFTS.len() + 1, d), device)?;
+    let last = hidden.narrow(0, 0, 1)?;
+
     let mut ways: Vec<Way<'_>> = vec![
         ("read", Box::new(|| done(Ok(read(&numbers))))),
         ("sample", Box::new(|| done(one.sample(&mut sampler)))),
@@ -77,12 +82,20 @@ fn shape(name: &str, (vocab, d, components): (usize, usize, usize), seconds: f64
         ("service-bf16", Box::new(|| done(half.next_tokens(&[&full])))),
         ("service-b8", Box::new(|| done(many.next_tokens(&[&full; BATCH])))),
     ];
+    if components == 1 {
+        for (names, request) in [(["head-token", "verify-token"], &plain), (["head-service", "verify-service"], &full)]
+        {
+            let (head, hidden, last) = (&head, &hidden, &last);
+            ways.push((names[0], Box::new(move || done(head.next_tokens(last, &[request])))));
+            ways.push((names[1], Box::new(move || done(head.verify(hidden, &[&DRAFTS], &mut [&mut request.clone()])))));
+        }
+    }
     let times = turns(ways.len(), seconds, |i| ways[i].1())?;
     let (of_read, of_sample) = (median(&times[0]), median(&times[1]));
     for ((way, _), times) in ways.iter().zip(&times) {
         let (least, median) = (times[0], median(times));
         let (of_read, of_sample) = (median / of_read, median / of_sample);
-        println!("{name}-{way:<12} least {least:8.3} ms, median {median:8.3} ms, {of_read:5.2} x read, {of_sample:5.2} x sample");
+        println!("{name}-{way:<14} least {least:8.3} ms, median {median:8.3} ms, {of_read:5.2} x read, {of_sample:5.2} x sample");
     }
     Ok(())
 }

@@ -1,13 +1,13 @@
 //! Chooses ids from distributions that are restricted to allowed ids, and renormalised over them.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::multinomial::DrawQuery;
 use super::sampler::Sampler;
 use super::top_k::TopK;
 use crate::backend;
 use crate::backend::distribution::{Computed, Distribution, Visit, TILE};
-use crate::backend::operands::{accumulation_dtype, Real};
+use crate::backend::operands::{accumulation_dtype, Operands};
 use crate::backend::ranking::TopKQuery;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
@@ -19,26 +19,37 @@ use crate::tensors::transfer;
 struct RestrictedQuery<'a, V> {
     query: &'a V,
     restriction: &'a Restriction,
+    /// The dtype to which the renormalised log-probabilities are rounded: f32, or f64.
+    dtype: DType,
 }
 
 impl<V: Visit> Visit for RestrictedQuery<'_, V> {
     type Output = V::Output;
 
-    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<V::Output> {
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<V::Output> {
         let Some(ids) = self.restriction.ids(position) else { return self.query.visit(position, distribution) };
         distribution.check(position)?;
         let (mut log_probs, mut buffer) = (Vec::with_capacity(ids.len()), Vec::new());
         for ids in ids.chunk_by(|a, b| *a as usize / TILE == *b as usize / TILE) {
-            let tile = distribution.tile(ids[0] as usize / TILE, F::neg_infinity(), &mut buffer);
+            let tile = distribution.tile(ids[0] as usize / TILE, f64::NEG_INFINITY, &mut buffer);
             log_probs.extend(ids.iter().map(|&id| tile[id as usize % TILE]));
         }
-        let log_mass = log_sum_exp(log_probs.iter().map(|x| x.f64()), 1.0);
+        let log_mass = log_sum_exp(log_probs.iter().copied(), 1.0);
         if log_mass == f64::NEG_INFINITY {
             return Err(Error::Impossible { position });
         }
-        log_probs.iter_mut().for_each(|x| *x = <F as candle_core::WithDType>::from_f64(x.f64() - log_mass));
+        log_probs.iter_mut().for_each(|x| *x -= log_mass);
+        if self.dtype == DType::F32 {
+            log_probs.iter_mut().for_each(|x| *x = f64::from(*x as f32));
+        }
         self.query.visit(position, &Computed::new(&log_probs))
     }
+}
+
+/// Runs a query on each position's distribution over its allowed ids.
+fn visit_within<V: Visit>(operands: &Operands, restriction: &Restriction, query: &V) -> Result<Vec<V::Output>> {
+    let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
+    backend::visit(operands, &RestrictedQuery { query, restriction, dtype })
 }
 
 impl Mixture {
@@ -47,7 +58,7 @@ impl Mixture {
     /// infinity.
     pub(crate) fn top_k_within(&self, restriction: &Restriction, k: usize) -> Result<TopK> {
         let operands = self.operands();
-        let mut found = backend::visit(operands, &RestrictedQuery { query: &TopKQuery { k }, restriction })?;
+        let mut found = visit_within(operands, restriction, &TopKQuery { k })?;
         let columns_without_positions = match restriction {
             Restriction::Shared(ids) => ids.len().min(k),
             Restriction::All | Restriction::Each(_) => k,
@@ -71,7 +82,7 @@ impl Mixture {
         let operands = mixture.operands();
         let uniform = sampler.uniform(operands.sizes.positions);
         let draw = DrawQuery { sampling: sampler.sampling(), uniform: &uniform };
-        let mut ids = backend::visit(operands, &RestrictedQuery { query: &draw, restriction })?;
+        let mut ids = visit_within(operands, restriction, &draw)?;
         for (position, id) in ids.iter_mut().enumerate() {
             if let Some(ids) = restriction.ids(position) {
                 *id = ids[*id as usize];

@@ -21,6 +21,7 @@ use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, Registers};
 use crate::backend::cpu::products::rows_in_lanes::{ContextPanel, RowsInLanes, WidenRow};
+use crate::backend::cpu::vector::math::LogSumExp;
 use crate::backend::cpu::vector::simd::{Float, Isa};
 use crate::backend::parallel;
 
@@ -76,30 +77,54 @@ pub(crate) trait FirstProduct<F: Accumulator>: Copy + Send + Sync {
 }
 
 /// The rows of logits that the product writes.
-pub(super) struct LogitRows<'a, F> {
+pub(crate) struct LogitRows<'a, F> {
     /// `[rows, stride]`.
     pub(super) values: &'a mut [F],
     pub(super) stride: usize,
 }
 
-/// Computes the product tile by tile. Calls `summary` on each tile while it is in the cache, with its range of ids; the
-/// tile is padded to whole registers. Returns the summaries in order.
-pub(super) fn multiply_tiles<F: Accumulator, X: FirstProduct<F>, O: Send>(
-    product: X,
-    contexts: &[F],
-    decoder: DecoderView<'_, F>,
-    form: FormChoice,
-    to: LogitRows<'_, F>,
-    summary: impl Fn(Range<usize>, &mut ViewMut<'_, F>) -> O + Sync,
-) -> Vec<O> {
-    let (vocab, rows, stride) = (decoder.weight.vocab, contexts.len() / decoder.width(), to.stride);
-    let contexts = product.contexts(contexts, &decoder, form);
-    let tiles = ViewMut::new(to.values, rows, stride, stride).tiles(rows.max(1), VOCAB_TILE);
-    parallel::map_with(tiles, X::Buffers::default, |buffers, (_, columns, mut tile)| {
-        let ids = columns.start..columns.end.min(vocab);
-        product.multiply(&contexts, &decoder, ids.clone(), &mut tile, buffers);
-        summary(ids, &mut tile)
-    })
+/// Computes the log-sum-exps of the rows of a tile, which has these ids and is padded to whole registers.
+pub(crate) type SumTile<'s, F> = dyn Fn(Range<usize>, &mut ViewMut<'_, F>) -> Vec<LogSumExp<F>> + Sync + 's;
+
+/// The first product of any multiplier, tile by tile. What uses it is compiled once for all of them.
+pub(crate) trait LogitTiles<F: Accumulator>: Sync {
+    /// Returns the instruction set of the row kernels beside the product.
+    fn isa(&self) -> Isa;
+
+    /// Computes the product tile by tile. Calls `sum` on each tile while it is in the cache, and returns its results in
+    /// order.
+    fn multiply_tiles(
+        &self,
+        contexts: &[F],
+        decoder: DecoderView<'_, F>,
+        form: FormChoice,
+        to: LogitRows<'_, F>,
+        sum: &SumTile<'_, F>,
+    ) -> Vec<Vec<LogSumExp<F>>>;
+}
+
+impl<F: Accumulator, X: FirstProduct<F>> LogitTiles<F> for X {
+    fn isa(&self) -> Isa {
+        FirstProduct::isa(*self)
+    }
+
+    fn multiply_tiles(
+        &self,
+        contexts: &[F],
+        decoder: DecoderView<'_, F>,
+        form: FormChoice,
+        to: LogitRows<'_, F>,
+        sum: &SumTile<'_, F>,
+    ) -> Vec<Vec<LogSumExp<F>>> {
+        let (vocab, rows, stride) = (decoder.weight.vocab, contexts.len() / decoder.width(), to.stride);
+        let contexts = self.contexts(contexts, &decoder, form);
+        let tiles = ViewMut::new(to.values, rows, stride, stride).tiles(rows.max(1), VOCAB_TILE);
+        parallel::map_with(tiles, X::Buffers::default, |buffers, (_, columns, mut tile)| {
+            let ids = columns.start..columns.end.min(vocab);
+            self.multiply(&contexts, &decoder, ids.clone(), &mut tile, buffers);
+            sum(ids, &mut tile)
+        })
+    }
 }
 
 /// The contexts of a chunk as an operand, in one of two forms.

@@ -196,12 +196,21 @@ fn log_norm<F: Float, V: Vector<F>>(v: V, log_probs: &[F], power: F) -> F {
     let (registers, rest) = V::split(log_probs);
     let mut padded = [F::neg_infinity(); ROW_ALIGN];
     padded[..rest.len()].copy_from_slice(rest);
-    let all = || registers.iter().chain(&V::registers(&padded)[..1]);
+    // Loops, because the closure of a chain's `for_each` would be compiled without the target features of the kernel.
+    let all = [registers, &V::registers(&padded)[..1]];
     let mut largest = v.splat(F::neg_infinity());
-    all().for_each(|&x| largest = v.max(largest, x));
+    for registers in all {
+        for &x in registers {
+            largest = v.max(largest, x);
+        }
+    }
     let largest = v.largest(largest) * power;
     let (reference, power) = (v.splat(largest), v.splat(power));
     let mut sum = v.splat(F::zero());
-    all().for_each(|&x| sum = v.add(sum, exp(v, v.sub(v.mul(x, power), reference))));
+    for registers in all {
+        for &x in registers {
+            sum = v.add(sum, exp(v, v.sub(v.mul(x, power), reference)));
+        }
+    }
     largest + v.sum(sum).ln()
 }

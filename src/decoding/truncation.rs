@@ -92,7 +92,7 @@ pub(super) fn largest(z: &[f64]) -> f64 {
 #[derive(Debug)]
 pub(super) struct Truncation {
     /// The last id that is left, with its logit.
-    last: Ranked<f64>,
+    last: Ranked,
     /// The largest logit of all ids.
     largest: f64,
     temperature: f64,

@@ -15,7 +15,7 @@ use crate::tensors::checks::{check_alike, check_dropout, check_elements, check_f
 use crate::tensors::dropout::DropoutMasks;
 use crate::tensors::initial_values::linear_init;
 use crate::tensors::linear::{as_matrix, linear_layer, LinearOperands};
-use crate::tensors::permutation::inverse;
+use crate::tensors::permutation::{inverse, sorted};
 
 /// A mixture of K softmaxes, each with its own context:
 ///
@@ -219,8 +219,7 @@ impl Contexts {
         let shape = [&hidden.dims()[..hidden.rank() - 1], &[1, self.context_dim()]].concat();
         let states = as_matrix(hidden)?.detach();
         // `order` has the positions sorted by component, and `places` is the inverse permutation.
-        let mut order: Vec<u32> = (0..drawn.len() as u32).collect();
-        order.sort_by_key(|&position| drawn[position as usize]);
+        let order = sorted(drawn.len(), &|a, b| drawn[a].cmp(&drawn[b]));
         let places = inverse(&order);
         let index = |positions: &[u32]| Tensor::new(positions, hidden.device());
         let has_same_component = |&a: &u32, &b: &u32| drawn[a as usize] == drawn[b as usize];

@@ -204,7 +204,7 @@ pub(super) struct SegmentSums<F> {
     /// `[tiles, width]`: each row's largest logit in each tile, without the listed ids, if it is requested
     pub(super) tile_largest: Vec<F>,
     /// The largest logits of each row, if they are requested
-    pub(super) top_logits: Option<TopLogits<F>>,
+    pub(super) top_logits: Option<TopLogits>,
     /// The logits of the listed ids in this segment, with the entries that they belong to.
     pub(super) listed_logits: Vec<(usize, F)>,
 }

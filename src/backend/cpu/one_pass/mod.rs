@@ -91,7 +91,7 @@ pub(super) fn workspace<F: Accumulator, X: Format<F>>(format: X, sizes: Sizes, t
     } else {
         (0, 0)
     };
-    let top_k_bytes = if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes::<F>(k) } else { 0 };
+    let top_k_bytes = if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes(k) } else { 0 };
     // All panels but the last are full.
     let piece_bytes = (layout.extra_pieces() + 1) * panel * (product_bytes + scaled_bytes);
     // The contexts exist packed and gathered.
@@ -285,7 +285,7 @@ impl<'a, F: Accumulator, X: Format<F>> Pass<'a, F> for OnePass<'a, F, X> {
             let mut ranked: Vec<_> = top_logits.flatten().copied().collect();
             ranked.sort_unstable_by(order);
             ranked.truncate(k);
-            Ok(ranked.into_iter().map(|(z, id)| ((z - lse.largest + log_scale).f64(), id)).collect())
+            Ok(ranked.into_iter().map(|(z, id)| ((F::from_f64(z) - lse.largest + log_scale).f64(), id)).collect())
         };
         self.chunk.positions.iter().enumerate().map(rank_position).collect()
     }

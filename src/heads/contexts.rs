@@ -255,7 +255,7 @@ impl Contexts {
             ContextActivation::Identity => Ok(upstream.clone()),
         };
         let operands = LinearOperands { input: states, weight: &self.latent_weight, bias: Some(&self.latent_bias) };
-        linear_layer("contexts", operands, shape, backend::matmul, forward, gradient)
+        linear_layer("contexts", operands, shape, backend::matmul, &forward, Box::new(gradient))
     }
 
     /// Computes `log softmax(W h + b)`, `[positions, K]` in the given shape, from hidden states `[positions, hidden]`.
@@ -265,7 +265,7 @@ impl Contexts {
         let gradient =
             move |log_priors: &Tensor, upstream: &Tensor| backend::log_softmax_gradient(log_priors, upstream, dtype);
         let operands = LinearOperands { input: states, weight: &self.prior_weight, bias: self.prior_bias.as_ref() };
-        linear_layer("priors", operands, shape, backend::matmul, forward, gradient)
+        linear_layer("priors", operands, shape, backend::matmul, &forward, Box::new(gradient))
     }
 }
 

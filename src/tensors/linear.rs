@@ -26,16 +26,20 @@ pub(crate) fn as_matrix(rows: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// Computes the gradient of `W h + b` from the result of a layer and the gradient of the result.
+pub(crate) type LinearGradient = dyn Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync;
+
 /// Computes a linear layer and its activation, `forward(W h, b)`, as one node of the graph, which keeps only its
 /// result. The result has a `shape` of its own, because candle would copy the gradient of another node that changes the
-/// shape. The gradient of `W h + b` is `gradient(result, upstream)`; `matmul` multiplies two matrices.
+/// shape. The gradient of `W h + b` is `gradient(result, upstream)`; `matmul` multiplies two matrices. The functions are
+/// behind pointers, so that all layers are compiled once.
 pub(crate) fn linear_layer(
     name: &'static str,
     operands: LinearOperands<'_>,
     shape: &[usize],
     matmul: fn(&Tensor, &Tensor) -> Result<Tensor>,
-    forward: impl Fn(Tensor, Option<&Tensor>) -> Result<Tensor>,
-    gradient: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    forward: &dyn Fn(Tensor, Option<&Tensor>) -> Result<Tensor>,
+    gradient: Box<LinearGradient>,
 ) -> Result<Tensor> {
     let LinearOperands { input, weight, bias } = operands;
     let product = matmul(&input.detach(), &weight.detach().t()?)?;

@@ -104,7 +104,7 @@ impl Cluster {
                 let shape = [states.dim(0)?, 1, weight.dim(0)?];
                 let operands = LinearOperands { input: states, weight, bias: None };
                 let gradient = |_: &Tensor, upstream: &Tensor| Ok(upstream.clone());
-                linear_layer("cluster", operands, &shape, backend::matmul, |z, _| Ok(z), gradient)?
+                linear_layer("cluster", operands, &shape, backend::matmul, &|z, _| Ok(z), Box::new(gradient))?
             }
         };
         Mixture::new(&contexts, None, &self.weight, self.bias.as_ref())

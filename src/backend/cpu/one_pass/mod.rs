@@ -398,8 +398,12 @@ impl<F: Accumulator, X: Format<F>> Steps for OnePass<'_, F, X> {
         let (Some(&first), Some(first_product)) = (positions.first(), first_product) else { return Ok(()) };
         let mut positions = positions.iter().copied().peekable();
         let by_position = self.gradients.contexts[first * components * d..].chunks_exact_mut(components * d);
-        let to = (first..).zip(by_position).filter(|(t, _)| positions.next_if_eq(t).is_some());
-        let to = to.flat_map(|(_, rows)| rows.chunks_exact_mut(d)).take(rows.rows.len()).collect();
+        let mut to = Vec::with_capacity(rows.rows.len());
+        for (t, rows) in (first..).zip(by_position) {
+            if positions.next_if_eq(&t).is_some() {
+                to.extend(rows.chunks_exact_mut(d));
+            }
+        }
         let gradient = ContextGradient { inputs: &self.inputs, first_product, rows, factors: segment_factors };
         gradient.compute(&mut self.buffers.products, to);
         if let Some(ranks) = &mut self.ranks {

@@ -295,12 +295,13 @@ fn add_rows<const N: usize, T: Element, V: Vector<T::Acc>>(
     rows: [&[T]; N],
     to: &mut [T::Acc],
 ) {
-    let (registers, rests) = (rows.map(|row| V::split_lanes(row).0), rows.map(|row| V::split_lanes(row).1));
     let (to, to_rest) = V::split_mut(to);
-    let n = to.len();
-    let registers = registers.map(|row| &row[..n]);
+    let mut registers: [&[V::Lanes<T>]; N] = [&[]; N];
+    let mut rests: [&[T]; N] = [&[]; N];
     let mut splats = [v.splat(T::Acc::zero()); N];
     for i in 0..N {
+        let (row, rest) = V::split_lanes(rows[i]);
+        (registers[i], rests[i]) = (&row[..to.len()], rest);
         splats[i] = v.splat(factors[i]);
     }
     for (r, to) in to.iter_mut().enumerate() {

@@ -348,7 +348,9 @@ fn ids_at_a_time<F>(d: usize) -> usize {
 
 /// Copies some columns of contexts `[rows, d]`.
 fn copy_columns<F: Copy>(contexts: &[F], d: usize, columns: Range<usize>) -> Vec<F> {
-    contexts.chunks_exact(d).flat_map(|row| &row[columns.clone()]).copied().collect()
+    let mut copy = Vec::with_capacity(contexts.len() / d * columns.len());
+    contexts.chunks_exact(d).for_each(|row| copy.extend_from_slice(&row[columns.clone()]));
+    copy
 }
 
 #[cfg(test)]

@@ -280,9 +280,10 @@ impl<'a, F: Accumulator, X: Format<F>> Pass<'a, F> for OnePass<'a, F, X> {
                 return Err(defect.at(position));
             }
             let log_scale = log_prior - lse.log_sum;
-            let segments = first_product.row_segments(row);
-            let top_logits = segments.filter_map(|(sums, r)| sums.top_logits.as_ref().map(|top| top.row(r)));
-            let mut ranked: Vec<_> = top_logits.flatten().copied().collect();
+            let mut ranked = Vec::new();
+            for (sums, r) in first_product.row_segments(row) {
+                ranked.extend_from_slice(sums.top_logits.as_ref().map_or(&[], |top| top.row(r)));
+            }
             ranked.sort_unstable_by(order);
             ranked.truncate(k);
             Ok(ranked.into_iter().map(|(z, id)| ((F::from_f64(z) - lse.largest + log_scale).f64(), id)).collect())

@@ -88,7 +88,7 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         let rows = self.lse.iter_mut().zip(&mut self.target_logits);
         let shared =
             rows.map(|(LogSumExp { largest, log_sum }, target_logit)| SharedRow { largest, log_sum, target_logit });
-        join(ranks.shard, &owners, shared)
+        join(ranks.shard, &owners, shared.collect())
     }
 }
 

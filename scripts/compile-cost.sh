@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What the library costs to compile, in turn with candle-core: scripts/compile-cost.sh [COMMIT..], HEAD by default. For each
-# profile it prints the CPU seconds of rustc, the size of the rlib and its functions; then the CPU seconds of an incremental
-# debug build after a change in src/heads. Nothing else may run meanwhile.
+# What the library costs to compile, beside candle-core: scripts/compile-cost.sh [COMMIT..], HEAD by default. For each profile
+# it prints the CPU seconds of rustc, the size of the rlib and its functions; then the CPU seconds of an incremental debug build
+# after a change in src/heads. Nothing else may run meanwhile. PROFILES="release" leaves the others out.
 #
 #     scripts/compile-cost.sh 4b72161 HEAD
 set -euo pipefail
@@ -12,35 +12,52 @@ folder=$(mktemp -d)
 export CARGO_TARGET_DIR=$folder/target CARGO_INCREMENTAL=0
 trap 'for commit in "$@"; do git worktree remove --force "$folder/$commit" >/dev/null 2>&1 || true; done; rm -rf "$folder"' EXIT
 
+# Writes the CPU seconds of each crate's rustc to a file. (Those of `cargo build` would count other crates: `cargo clean -p
+# mos-head` also removes serde, on which candle depends.)
+cat >"$folder/rustc" <<'WRAPPER'
+#!/usr/bin/env bash
+name=$(printf '%s\n' "$@" | grep -A 1 -x -e --crate-name | tail -n 1)
+TIMEFORMAT="$name %U %S"
+exec 19>&2
+{ time "$@" 2>&19; } 2>>"$(dirname "$0")/seconds"
+WRAPPER
+chmod +x "$folder/rustc"
+touch "$folder/seconds"
+
 # cpu_seconds COMMAND..: the CPU seconds of the command and its children.
 cpu_seconds() {
     local TIMEFORMAT='%U %S'
     { time "$@" >/dev/null 2>&1; } 2>&1 | awk '{ printf "%.1f", $1 + $2 }'
 }
-# cost NAME CRATE CARGO-BUILD-ARGUMENTS..: builds a crate again, and prints what it costs.
+# cost NAME CRATE: prints what a crate that has just been built costs.
 cost() {
-    local name=$1 crate=$2 seconds rlib
-    shift 2
-    cargo clean --quiet "${profile[@]}" -p "$crate"
-    touch "$folder/stamp"
-    seconds=$(cpu_seconds cargo build --locked "$@")
-    rlib=$(find "$CARGO_TARGET_DIR/$directory/deps" -name "lib${crate//-/_}-*.rlib" -newer "$folder/stamp" | head -n 1)
-    printf '%-8s %-14s %7s s %8.1f MB %7d functions\n' "$directory" "$name" "$seconds" \
+    local seconds rlib
+    seconds=$(awk -v crate="$2" '$1 == crate { sum += $2 + $3 } END { printf "%.1f", sum }' "$folder/seconds")
+    rlib=$(find "$CARGO_TARGET_DIR/$directory/deps" -name "lib$2-*.rlib" -newer "$folder/stamp" | head -n 1)
+    printf '%-8s %-14s %7s s %8.1f MB %7d functions\n' "$directory" "$1" "$seconds" \
         "$(($(stat -c %s "$rlib") / 100000))e-1" "$(nm --defined-only "$rlib" 2>/dev/null | grep -c ' [tTwW] ')"
 }
 
 for commit in "$@"; do
     git worktree add --quiet --detach "$folder/$commit" "$commit"
 done
-for directory in release debug; do
+for directory in ${PROFILES:-release debug}; do
     profile=()
     [ $directory = debug ] || profile=(--release)
-    (cd "$folder/$1" && cargo build --locked --quiet "${profile[@]}" --lib && cost candle-core candle-core "${profile[@]}" -p candle-core)
     for commit in "$@"; do
-        # What depends on candle-core was removed with it.
-        (cd "$folder/$commit" && cargo build --locked --quiet "${profile[@]}" -p candle-nn && cost "$commit" mos-head "${profile[@]}" --lib)
+        cd "$folder/$commit"
+        export RUSTC_WRAPPER=$folder/rustc
+        cargo build --locked --quiet "${profile[@]}" --lib
+        cargo clean --quiet "${profile[@]}" -p candle-core -p mos-head
+        : >"$folder/seconds"
+        touch "$folder/stamp"
+        cargo build --locked --quiet "${profile[@]}" --lib
+        unset RUSTC_WRAPPER
+        cost candle-core candle_core
+        cost "$commit" mos_head
     done
 done
+[ -z "${PROFILES:-}" ] || exit 0
 export CARGO_INCREMENTAL=1
 for commit in "$@"; do
     cd "$folder/$commit"

@@ -2,8 +2,9 @@
 //! is made of such queries, so that no device holds a tensor of all log-probabilities for it.
 
 use std::cmp::Ordering;
+use std::ops::Range;
+use std::sync::Mutex;
 
-use crate::backend::operands::Real;
 use crate::backend::parallel;
 use crate::error::{Error, Result};
 
@@ -13,23 +14,24 @@ pub(crate) const TILE: usize = 512;
 /// The number of tiles that repay the overhead of a parallel task.
 pub(crate) const TASK_TILES: usize = 8;
 
-/// The distribution of one position over the vocabulary, computed tile by tile on demand.
-pub(crate) trait Distribution<F>: Sync {
+/// The distribution of one position over the vocabulary, computed tile by tile on demand. Its numbers are read in f64, in
+/// whichever type they were computed: a query is compiled once.
+pub(crate) trait Distribution: Sync {
     /// Returns the number of ids.
     fn vocab(&self) -> usize;
     /// Returns why the numbers are no distribution, if they are none.
     fn defect(&self) -> Option<Defect>;
     /// Returns the log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They
     /// may be written to `buffer`. Values below `floor` may be returned as minus infinity.
-    fn tile<'a>(&'a self, tile: usize, floor: F, buffer: &'a mut Vec<F>) -> &'a [F];
+    fn tile<'a>(&'a self, tile: usize, floor: f64, buffer: &'a mut Vec<f64>) -> &'a [f64];
     /// As [`Distribution::tile`], the logits of a single component, if they are known. Unlike its log-probability, an id's logit
     /// does not depend on the other ids.
-    fn logit_tile(&self, _: usize) -> Option<&[F]> {
+    fn logit_tile<'a>(&'a self, _: usize, _: &'a mut Vec<f64>) -> Option<&'a [f64]> {
         None
     }
     /// Returns the log-sum-exp of the logits, which is the difference between a logit and its log-probability. It is
     /// `None` if there are several components, or if it has not been computed.
-    fn logit_offset(&self) -> Option<F>;
+    fn logit_offset(&self) -> Option<f64>;
 
     /// Returns the number of tiles.
     fn tiles(&self) -> usize {
@@ -67,62 +69,100 @@ pub(crate) trait Visit: Sync {
     type Output: Send;
 
     /// Returns whether the query reads [`Distribution::logit_offset`].
-    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
     fn needs_logits(&self) -> bool {
         false
     }
 
     /// Answers the query for one position.
-    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<Self::Output>;
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<Self::Output>;
+}
 
-    /// Collects the answers for some items, one for each position, in parallel. If several are errors, it returns the first
-    /// position's, in whatever order the threads find them.
-    fn answers<T: Send>(
-        items: impl IntoIterator<Item = T>,
-        answer: impl Fn(T) -> Result<Self::Output> + Sync,
-    ) -> Result<Vec<Self::Output>> {
-        parallel::map(items, answer).into_iter().collect()
+/// What reads the distribution of each position, once: a query, whatever its answers are.
+pub(crate) trait Reader: Sync {
+    /// Returns whether [`Distribution::logit_offset`] is read.
+    #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
+    fn needs_logits(&self) -> bool;
+
+    /// Reads the distribution of one position.
+    fn read(&self, position: usize, distribution: &dyn Distribution) -> Result<()>;
+}
+
+/// A query and its answers for all positions.
+struct Answers<'a, V: Visit> {
+    query: &'a V,
+    by_position: Vec<Mutex<Option<V::Output>>>,
+}
+
+impl<V: Visit> Reader for Answers<'_, V> {
+    fn needs_logits(&self) -> bool {
+        self.query.needs_logits()
+    }
+
+    fn read(&self, position: usize, distribution: &dyn Distribution) -> Result<()> {
+        let answer = self.query.visit(position, distribution)?;
+        // Each position comes once. A mutex that is locked for this alone is never poisoned.
+        if let Ok(mut to) = self.by_position[position].lock() {
+            *to = Some(answer);
+        }
+        Ok(())
     }
 }
 
-/// A distribution whose log-probabilities are already computed.
-pub(crate) struct Computed<'a, F> {
-    log_probs: &'a [F],
-    logit_offset: Option<F>,
+/// Returns the answers of a query for so many positions, whose distributions `visit` lets it read.
+pub(crate) fn answers<V: Visit>(
+    query: &V,
+    positions: usize,
+    visit: impl FnOnce(&dyn Reader) -> Result<()>,
+) -> Result<Vec<V::Output>> {
+    let answers = Answers { query, by_position: (0..positions).map(|_| Mutex::new(None)).collect() };
+    visit(&answers)?;
+    Ok(answers.by_position.into_iter().filter_map(|answer| answer.into_inner().ok().flatten()).collect())
 }
 
-impl<'a, F> Computed<'a, F> {
+/// Calls `read` with some positions, in parallel. If several results are errors, it returns the first position's, in
+/// whatever order the threads find them.
+pub(crate) fn read_positions(positions: Range<usize>, read: &(dyn Fn(usize) -> Result<()> + Sync)) -> Result<()> {
+    parallel::map(positions, read).into_iter().collect()
+}
+
+/// A distribution whose log-probabilities are already computed.
+pub(crate) struct Computed<'a> {
+    log_probs: &'a [f64],
+    logit_offset: Option<f64>,
+}
+
+impl<'a> Computed<'a> {
     /// Makes the distribution with these log-probabilities, whose logits are unknown.
-    pub(crate) fn new(log_probs: &'a [F]) -> Self {
+    pub(crate) fn new(log_probs: &'a [f64]) -> Self {
         Computed { log_probs, logit_offset: None }
     }
 
     /// Sets the log-sum-exp of the logits, if there is a single component.
     #[cfg_attr(not(any(feature = "cuda", feature = "metal")), allow(dead_code))]
-    pub(crate) fn with_logit_offset(self, logit_offset: Option<F>) -> Self {
+    pub(crate) fn with_logit_offset(self, logit_offset: Option<f64>) -> Self {
         Computed { logit_offset, ..self }
     }
 }
 
-impl<F: Real> Distribution<F> for Computed<'_, F> {
+impl Distribution for Computed<'_> {
     fn vocab(&self) -> usize {
         self.log_probs.len()
     }
 
     fn defect(&self) -> Option<Defect> {
         // A NaN is not below infinity either.
-        if self.log_probs.iter().any(|&x| x.partial_cmp(&F::infinity()) != Some(Ordering::Less)) {
+        if self.log_probs.iter().any(|x| x.partial_cmp(&f64::INFINITY) != Some(Ordering::Less)) {
             return Some(Defect::NotFinite);
         }
-        let is_possible = self.log_probs.iter().any(|&x| x > F::neg_infinity());
+        let is_possible = self.log_probs.iter().any(|&x| x > f64::NEG_INFINITY);
         (!is_possible).then_some(Defect::Impossible)
     }
 
-    fn tile<'a>(&'a self, tile: usize, _: F, _: &'a mut Vec<F>) -> &'a [F] {
+    fn tile<'a>(&'a self, tile: usize, _: f64, _: &'a mut Vec<f64>) -> &'a [f64] {
         &self.log_probs[tile * TILE..self.log_probs.len().min((tile + 1) * TILE)]
     }
 
-    fn logit_offset(&self) -> Option<F> {
+    fn logit_offset(&self) -> Option<f64> {
         self.logit_offset
     }
 }

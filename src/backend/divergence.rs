@@ -5,6 +5,7 @@ use candle_core::{DType, Tensor, D};
 
 use crate::error::Result;
 use crate::tensors::log_softmax::tempered;
+use crate::tensors::transfer::number_like;
 
 /// How far a student's distribution Q is from a teacher's T, in nats.
 ///
@@ -105,9 +106,9 @@ fn log_mixture(log_t: &Tensor, log_q: &Tensor, beta: f64) -> Result<Tensor> {
 
 /// Computes `log(e^a + e^b)`.
 pub(crate) fn log_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let largest = a.maximum(b)?;
+    let largest = a.broadcast_maximum(b)?;
     // Where both are minus infinity, so is the sum.
-    let reference = largest.maximum(finite_floor(a.dtype()))?;
+    let reference = largest.broadcast_maximum(&number_like(a, finite_floor(a.dtype()))?)?;
     let sum = ((a - &reference)?.exp()? + (b - &reference)?.exp()?)?;
     Ok((sum.log()? + reference)?)
 }

@@ -34,7 +34,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::tensors::id_lists::{self, IdLists};
-use distribution::Visit;
+use distribution::{answers, Visit};
 use divergence::DivergenceTerms;
 use objective::{LossResults, Objective, Scored, Task};
 use operands::{accumulation_dtype, Operands};
@@ -116,7 +116,7 @@ pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
 pub(crate) fn independent_top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
     if is_cpu(operands.device())? {
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
-        ranking::tensors(&cpu::visit(operands, &TopKQuery { k })?, k, dtype, operands.device())
+        ranking::tensors(&visit(operands, &TopKQuery { k })?, k, dtype, operands.device())
     } else {
         top_k(operands, k)
     }
@@ -124,14 +124,14 @@ pub(crate) fn independent_top_k(operands: &Operands, k: usize) -> Result<(Tensor
 
 /// Runs a query on each position's distribution.
 pub(crate) fn visit<V: Visit>(operands: &Operands, query: &V) -> Result<Vec<V::Output>> {
-    on_device!(operands.device(), visit(operands, query))
+    answers(query, operands.sizes.positions, |reader| on_device!(operands.device(), visit(operands, reader)))
 }
 
 /// Runs a query on the part of each position's distribution that a shard has: its own ids, with their log-probabilities
 /// under the whole vocabulary. Every rank calls it.
 pub(crate) fn visit_shard<V: Visit>(operands: &Operands, shard: &VocabShard, query: &V) -> Result<Vec<V::Output>> {
     if is_cpu(operands.device())? {
-        return cpu::visit_shard(operands, shard, query);
+        return answers(query, operands.sizes.positions, |reader| cpu::visit_shard(operands, shard, reader));
     }
     let got = format!("{:?}", operands.device().location());
     Err(Error::Device { argument: "contexts", expected: "Cpu".into(), got })

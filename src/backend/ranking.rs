@@ -4,20 +4,19 @@
 //! `gpu/kernels/ranking.h`.
 //!
 //! The `n` most probable ids are found in one pass over the distribution's tiles. The CPU's one pass ranks logits with
-//! the same [`Ranking`] while they are computed.
+//! the same [`Ranking`] while they are computed. All numbers are ranked in f64, which has the order of f32.
 
 use std::cmp::Ordering;
 
 use candle_core::{DType, Device, Tensor, D};
 
 use crate::backend::distribution::{Distribution, Visit, TILE};
-use crate::backend::operands::Real;
 use crate::backend::parallel;
 use crate::error::Result;
 use crate::tensors::transfer::{to_device, to_device_as};
 
 /// The log-probability of a token id, and the id.
-pub(crate) type Ranked<F> = (F, u32);
+pub(crate) type Ranked = (f64, u32);
 
 /// Compares two ids, or other things with numbers, for a ranking. None of the numbers is NaN.
 pub(crate) fn order<F: PartialOrd, I: Ord>(a: &(F, I), b: &(F, I)) -> Ordering {
@@ -43,14 +42,14 @@ pub(crate) fn argmax(log_probs: &Tensor) -> Result<Tensor> {
 }
 
 /// Finds the `n` most probable ids with their log-probabilities, in descending order.
-pub(crate) fn top_k<F: Real>(distribution: &dyn Distribution<F>, n: usize) -> Vec<Ranked<F>> {
+pub(crate) fn top_k(distribution: &dyn Distribution, n: usize) -> Vec<Ranked> {
     let n = n.min(distribution.vocab());
     let tiles = distribution.tiles();
     let task_tiles = tiles.div_ceil(rayon::current_num_threads()).max(LEAST_TILES);
     let entries = parallel::map((0..tiles).step_by(task_tiles), |first| {
         let (mut ranking, mut buffer) = (Ranking::new(n), Vec::new());
         for tile in first..tiles.min(first + task_tiles) {
-            let floor = ranking.floor.unwrap_or_else(F::neg_infinity);
+            let floor = ranking.floor.unwrap_or(f64::NEG_INFINITY);
             ranking.add((tile * TILE) as u32, distribution.tile(tile, floor, &mut buffer));
         }
         ranking.entries
@@ -69,9 +68,9 @@ pub(crate) struct TopKQuery {
 impl Visit for TopKQuery {
     type Output = Vec<(f64, u32)>;
 
-    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<Self::Output> {
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<Self::Output> {
         distribution.check(position)?;
-        Ok(top_k(distribution, self.k).into_iter().map(|(log_prob, id)| (log_prob.f64(), id)).collect())
+        Ok(top_k(distribution, self.k))
     }
 }
 
@@ -88,14 +87,14 @@ const LEAST_TILES: usize = 4;
 
 /// The `n` most probable ids among those that have been added. They stand among other entries, which have not been ranked
 /// yet.
-pub(crate) struct Ranking<F> {
+pub(crate) struct Ranking {
     n: usize,
-    entries: Vec<Ranked<F>>,
+    entries: Vec<Ranked>,
     /// The n-th largest log-probability when the entries were last ranked.
-    floor: Option<F>,
+    floor: Option<f64>,
 }
 
-impl<F: Real> Ranking<F> {
+impl Ranking {
     /// Makes a ranking of the `n` most probable ids, without entries.
     pub(crate) fn new(n: usize) -> Self {
         Ranking { n, entries: Vec::new(), floor: None }
@@ -107,7 +106,7 @@ impl<F: Real> Ranking<F> {
     }
 
     /// Adds consecutive ids from `first` on, all higher than those added before.
-    fn add(&mut self, first: u32, log_probs: &[F]) {
+    fn add(&mut self, first: u32, log_probs: &[f64]) {
         for (block, log_probs) in (first..).step_by(BLOCK).zip(log_probs.chunks(BLOCK)) {
             if self.floor.is_some_and(|floor| log_probs.iter().all(|&x| x <= floor)) {
                 continue;
@@ -121,7 +120,7 @@ impl<F: Real> Ranking<F> {
     }
 
     /// Adds an id that has a place, higher than those added before.
-    pub(crate) fn push(&mut self, id: u32, log_prob: F) {
+    pub(crate) fn push(&mut self, id: u32, log_prob: f64) {
         self.entries.push((log_prob, id));
         if self.entries.len() == Self::capacity(self.n) {
             self.rank();
@@ -130,7 +129,7 @@ impl<F: Real> Ranking<F> {
 
     /// Drops all entries but the `n` most probable ones, and returns the log-probability of the last of these. It returns
     /// `None`, and drops nothing, while fewer have been added.
-    pub(crate) fn settle(&mut self) -> Option<F> {
+    pub(crate) fn settle(&mut self) -> Option<f64> {
         if self.entries.len() >= self.n {
             self.rank();
         }
@@ -139,12 +138,12 @@ impl<F: Real> Ranking<F> {
 
     /// Returns whether an id with this log-probability may be among the `n` most probable ones. It is higher than those
     /// added before, so that a tie goes to these.
-    pub(crate) fn has_place(&self, log_prob: F) -> bool {
+    pub(crate) fn has_place(&self, log_prob: f64) -> bool {
         self.floor.is_none_or(|floor| log_prob > floor)
     }
 
     /// Returns the entries, in no order: the `n` most probable ids, and others that have not been ranked yet.
-    pub(crate) fn entries(&self) -> &[Ranked<F>] {
+    pub(crate) fn entries(&self) -> &[Ranked] {
         &self.entries
     }
 
@@ -165,16 +164,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::backend::distribution::Computed;
+    use crate::backend::distribution::{read_positions, Computed};
     use crate::error::Error;
 
     proptest! {
         #[test]
         fn the_most_probable_ids_match_a_full_sort(
-            values in proptest::collection::vec((0u8..40).prop_map(|x| f32::from(x) / 4.0), 1..3000),
+            values in proptest::collection::vec((0u8..40).prop_map(|x| f64::from(x) / 4.0), 1..3000),
             n in 1usize..200,
         ) {
-            let mut sorted: Vec<Ranked<f32>> = values.iter().copied().zip(0..).collect();
+            let mut sorted: Vec<Ranked> = values.iter().copied().zip(0..).collect();
             sorted.sort_by(order);
             sorted.truncate(n);
             prop_assert_eq!(top_k(&Computed::new(&values), n), sorted);
@@ -183,7 +182,7 @@ mod tests {
 
     #[test]
     fn minus_infinity_is_ranked_last() {
-        let values = [f32::NEG_INFINITY, -2.0, f32::NEG_INFINITY, -1.0];
+        let values = [f64::NEG_INFINITY, -2.0, f64::NEG_INFINITY, -1.0];
         let ids: Vec<u32> = top_k(&Computed::new(&values), 9).iter().map(|&(_, id)| id).collect();
         assert_eq!(ids, [3, 1, 0, 2]);
     }
@@ -196,7 +195,7 @@ mod tests {
             }
             Err(Error::Distribution { position })
         };
-        let answers = TopKQuery::answers(0..64, visit_position);
-        assert!(matches!(answers, Err(Error::Distribution { position: 0 })), "{answers:?}");
+        let read = read_positions(0..64, &visit_position);
+        assert!(matches!(read, Err(Error::Distribution { position: 0 })), "{read:?}");
     }
 }

@@ -17,15 +17,12 @@ pub(super) struct SharedRow<'r, F> {
 /// Replaces the log-sum-exps of a shard's rows, and the logits of their targets, by those of the whole vocabulary. All
 /// positions have equally many rows. `owners` are the ranks that have the positions' targets, `None` for a position
 /// without a target. Every rank calls it.
-pub(super) fn join<'r, F: Real + 'r>(
-    shard: &VocabShard,
-    owners: &[Option<usize>],
-    rows: impl Iterator<Item = SharedRow<'r, F>>,
-) -> Result<()> {
-    let rows: Vec<_> = rows.collect();
+pub(super) fn join<F: Real>(shard: &VocabShard, owners: &[Option<usize>], rows: Vec<SharedRow<'_, F>>) -> Result<()> {
     let components = rows.len() / owners.len().max(1);
-    let numbers = |row: &SharedRow<F>| [row.largest.f64() + row.log_sum.f64(), row.target_logit.f64()];
-    let sent: Vec<f64> = rows.iter().flat_map(numbers).collect();
+    let mut sent = Vec::with_capacity(2 * rows.len());
+    for row in &rows {
+        sent.extend([row.largest.f64() + row.log_sum.f64(), row.target_logit.f64()]);
+    }
     let received = shard.collectives().all_gather(&sent)?;
     let rank_numbers: Vec<&[f64]> = received.chunks_exact(sent.len().max(1)).collect();
     for (i, row) in rows.into_iter().enumerate() {

@@ -233,7 +233,7 @@ impl LowRankAdapter {
         let forward = |layer: LinearOperands<'_>| Ok((backend::linear(layer.input, layer.weight)? * scale)?);
         let gradient = move |_: &Tensor, upstream: &Tensor| Ok((upstream * scale)?);
         let operands = LinearOperands { input: contexts, weight: &self.a, bias: None };
-        linear_layer("adapter", operands, &[rows, self.rank()], forward, backend::matmul, gradient)
+        linear_layer("adapter", operands, &[rows, self.rank()], &forward, backend::matmul, Box::new(gradient))
     }
 
     /// Computes `W + s B A` in f32 (f64 for f64), and returns it as a constant in the dtype of the weight.

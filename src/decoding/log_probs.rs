@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::backend::distribution::{Computed, Visit};
+use crate::backend::distribution::{answers, read_positions, Computed, Reader, Visit};
 use crate::backend::operands::Real;
 use crate::backend::parallel;
 use crate::error::{Error, Result};
@@ -30,13 +30,6 @@ pub(crate) fn check_host_log_probs<F: Real>(argument: &'static str, rows: &[Vec<
 
 /// Answers a query of each distribution of log-probabilities `[.., vocab]`, which were rounded to the dtype `rounded`.
 pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
-    /// Visits the distributions in the number type that they are given in.
-    fn visit_rows<F: Real, V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
-        let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
-        check_host_log_probs("log_probs", &rows, rounded)?;
-        let visit_position = |(position, row): (usize, &Vec<F>)| visit.visit(position, &Computed::new(row));
-        V::answers(rows.iter().enumerate(), visit_position)
-    }
     check_float("log_probs", log_probs)?;
     check_elements("log_probs", log_probs.dims())?;
     let log_probs = log_probs.to_device(&Device::Cpu)?;
@@ -44,7 +37,19 @@ pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> 
         ([] | [.., 0], _) => Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims())),
         // A single position has no leading dimensions.
         ([_], _) => self::visit(&log_probs.unsqueeze(0)?, rounded, visit),
-        (_, DType::F64) => visit_rows::<f64, V>(&log_probs, rounded, visit),
-        _ => visit_rows::<f32, V>(&log_probs.to_dtype(DType::F32)?, rounded, visit),
+        ([leading @ .., _], dtype) => answers(visit, leading.iter().product(), |reader| match dtype {
+            DType::F64 => read_rows::<f64>(&log_probs, rounded, reader),
+            _ => read_rows::<f32>(&log_probs.to_dtype(DType::F32)?, rounded, reader),
+        }),
     }
+}
+
+/// Lets a query read the distributions of rows that are given in one of the number types.
+fn read_rows<F: Real>(log_probs: &Tensor, rounded: DType, reader: &dyn Reader) -> Result<()> {
+    let rows = log_probs.flatten_to(log_probs.rank() - 2)?.to_vec2::<F>()?;
+    check_host_log_probs("log_probs", &rows, rounded)?;
+    read_positions(0..rows.len(), &|position| {
+        let row: Vec<f64> = rows[position].iter().map(|x| x.f64()).collect();
+        reader.read(position, &Computed::new(&row))
+    })
 }

@@ -3,7 +3,6 @@
 use super::sampling::Sampling;
 use super::truncation::{mass, rank_truncated, TileMasses};
 use crate::backend::distribution::{Distribution, Visit, TILE};
-use crate::backend::operands::Real;
 use crate::backend::ranking;
 use crate::error::{Error, Result};
 
@@ -17,7 +16,7 @@ pub(crate) struct DrawQuery<'a> {
 impl Visit for DrawQuery<'_> {
     type Output = u32;
 
-    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<u32> {
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<u32> {
         distribution.check(position)?;
         let u = self.uniform[position];
         let id = match self.sampling {
@@ -30,18 +29,18 @@ impl Visit for DrawQuery<'_> {
 }
 
 /// Returns the token id at which the cumulative probability passes `u`. Its tile is found first.
-fn draw_from_all<F: Real>(distribution: &dyn Distribution<F>, temperature: f64, u: f64) -> Option<u32> {
+fn draw_from_all(distribution: &dyn Distribution, temperature: f64, u: f64) -> Option<u32> {
     let TileMasses { tiles, largest, total } = TileMasses::new(distribution, temperature);
     let tile_mass = |tile: &(f64, f64)| tile.1 * mass(tile.0, largest, temperature);
     let (tile, remainder) = find_by_mass(tiles.iter().map(tile_mass), u * total)?;
     let mut buffer = Vec::new();
-    let log_probs = distribution.tile(tile, F::neg_infinity(), &mut buffer);
-    let (id, _) = find_by_mass(log_probs.iter().map(|x| mass(x.f64(), largest, temperature)), remainder)?;
+    let log_probs = distribution.tile(tile, f64::NEG_INFINITY, &mut buffer);
+    let (id, _) = find_by_mass(log_probs.iter().map(|&x| mass(x, largest, temperature)), remainder)?;
     Some((tile * TILE + id) as u32)
 }
 
 /// Draws from the token ids that top-k, top-p and min-p leave.
-fn draw_truncated<F: Real>(distribution: &dyn Distribution<F>, sampling: &Sampling, u: f64) -> Option<u32> {
+fn draw_truncated(distribution: &dyn Distribution, sampling: &Sampling, u: f64) -> Option<u32> {
     let ranked = rank_truncated(distribution, sampling)?;
     let masses = ranked.iter().map(|id| id.1);
     find_by_mass(masses.clone(), u * masses.sum::<f64>()).map(|(i, _)| ranked[i].0)

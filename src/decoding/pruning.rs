@@ -7,6 +7,7 @@ use crate::backend::operands::{accumulation_dtype, Sizes};
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_number;
+use crate::tensors::permutation::sorted;
 use crate::tensors::transfer;
 
 /// A mixture without its least probable components, from [`Mixture::prune`].
@@ -71,16 +72,12 @@ impl Mixture {
             return Err(Error::Impossible { position });
         }
         // For each position, its components with the most probable first, and the number of components that it needs.
-        let order = |row: &Vec<f64>| {
-            let mut order: Vec<usize> = (0..components).collect();
-            order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
-            order
-        };
-        let orders: Vec<Vec<usize>> = log_priors.iter().map(order).collect();
-        let needed = |(row, order): (&Vec<f64>, &Vec<usize>)| {
+        let order = |row: &Vec<f64>| sorted(components, &|a, b| row[b].total_cmp(&row[a]));
+        let orders: Vec<Vec<u32>> = log_priors.iter().map(order).collect();
+        let needed = |(row, order): (&Vec<f64>, &Vec<u32>)| {
             let mut sum = 0.0;
             let prunable = order.iter().rev().take_while(|&&k| {
-                sum += row[k].exp();
+                sum += row[k as usize].exp();
                 sum <= mass
             });
             components - prunable.count().min(components - 1)
@@ -90,8 +87,8 @@ impl Mixture {
         let mut pruned_priors = Vec::with_capacity(positions);
         for (row, order) in log_priors.iter().zip(&orders) {
             let (remaining, pruned) = order.split_at(remaining);
-            indices.extend(remaining.iter().map(|&k| k as u32));
-            pruned_priors.push(pruned.iter().fold(0.0, |sum, &k| sum + row[k].exp()));
+            indices.extend_from_slice(remaining);
+            pruned_priors.push(pruned.iter().fold(0.0, |sum, &k| sum + row[k as usize].exp()));
         }
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         Ok(Pruned {

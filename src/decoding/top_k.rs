@@ -75,12 +75,7 @@ impl TopK {
     }
 
     /// Makes tensors of this shape from the ranked ids of each position, with log-probabilities in this dtype.
-    pub(crate) fn from_ranked(
-        found: &[Vec<Ranked<f64>>],
-        shape: &[usize],
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
+    pub(crate) fn from_ranked(found: &[Vec<Ranked>], shape: &[usize], dtype: DType, device: &Device) -> Result<Self> {
         let ids = found.iter().flatten().map(|ranked| ranked.1).collect();
         let log_probs = found.iter().flatten().map(|ranked| ranked.0).collect();
         Ok(TopK {

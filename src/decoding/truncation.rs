@@ -7,7 +7,6 @@
 
 use super::sampling::Sampling;
 use crate::backend::distribution::{Computed, Distribution, TASK_TILES};
-use crate::backend::operands::Real;
 use crate::backend::parallel;
 use crate::backend::ranking::{self, Ranked};
 
@@ -23,14 +22,14 @@ pub(super) struct TileMasses {
 
 impl TileMasses {
     /// Adds up the masses of a distribution, tile by tile.
-    pub(super) fn new<F: Real>(distribution: &dyn Distribution<F>, temperature: f64) -> Self {
-        let tile = |buffer: &mut Vec<F>, tile| -> (f64, f64) {
-            let log_probs = distribution.tile(tile, F::neg_infinity(), buffer);
-            let largest = log_probs.iter().fold(f64::NEG_INFINITY, |m, x| m.max(x.f64()));
-            (largest, log_probs.iter().map(|x| mass(x.f64(), largest, temperature)).sum())
+    pub(super) fn new(distribution: &dyn Distribution, temperature: f64) -> Self {
+        let tile = |buffer: &mut Vec<f64>, tile| -> (f64, f64) {
+            let log_probs = distribution.tile(tile, f64::NEG_INFINITY, buffer);
+            let largest = log_probs.iter().fold(f64::NEG_INFINITY, |m, &x| m.max(x));
+            (largest, log_probs.iter().map(|&x| mass(x, largest, temperature)).sum())
         };
         let count = distribution.tiles();
-        let task_tiles = |buffer: &mut Vec<F>, first: usize| -> Vec<(f64, f64)> {
+        let task_tiles = |buffer: &mut Vec<f64>, first: usize| -> Vec<(f64, f64)> {
             (first..count.min(first + TASK_TILES)).map(|i| tile(buffer, i)).collect()
         };
         let tiles = parallel::map_with((0..count).step_by(TASK_TILES), Vec::new, task_tiles).concat();
@@ -51,10 +50,7 @@ pub(super) fn mass(x: f64, largest: f64, temperature: f64) -> f64 {
 
 /// Ranks the ids that top-k, top-p and min-p leave of a distribution, and returns them with their masses in descending
 /// order; `None` if no id is possible.
-pub(super) fn rank_truncated<F: Real>(
-    distribution: &dyn Distribution<F>,
-    sampling: &Sampling,
-) -> Option<Vec<(u32, f64)>> {
+pub(super) fn rank_truncated(distribution: &dyn Distribution, sampling: &Sampling) -> Option<Vec<(u32, f64)>> {
     let &Sampling { temperature, top_k, top_p, min_p, .. } = sampling;
     let limit = top_k.unwrap_or(usize::MAX).min(distribution.vocab());
     let total = (top_k.is_none() && top_p < 1.0).then(|| TileMasses::new(distribution, temperature).total);
@@ -62,8 +58,8 @@ pub(super) fn rank_truncated<F: Real>(
     let mut n = if top_k.is_some() { limit } else { limit.min(FIRST_RANKED) };
     loop {
         let ids = ranking::top_k(distribution, n);
-        let largest = ids.first()?.0.f64();
-        let masses: Vec<f64> = ids.iter().map(|id| mass(id.0.f64(), largest, temperature)).collect();
+        let largest = ids.first()?.0;
+        let masses: Vec<f64> = ids.iter().map(|id| mass(id.0, largest, temperature)).collect();
         let wanted = top_p * total.unwrap_or_else(|| masses.iter().sum());
         let mut sum = 0.0;
         // The id that completes the nucleus is in it; the most probable one always is.
@@ -96,7 +92,7 @@ pub(super) fn largest(z: &[f64]) -> f64 {
 #[derive(Debug)]
 pub(super) struct Truncation {
     /// The last id that is left, with its logit.
-    last: Ranked<f64>,
+    last: Ranked,
     /// The largest logit of all ids.
     largest: f64,
     temperature: f64,

@@ -8,7 +8,7 @@ use super::sampler::Sampler;
 use super::top_k::TopK;
 use crate::backend;
 use crate::backend::distribution::{Computed, Distribution, Visit, TILE};
-use crate::backend::operands::{accumulation_dtype, Real};
+use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::TopKQuery;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
@@ -17,32 +17,31 @@ use crate::tensors::log_softmax::log_sum_exp;
 use crate::tensors::transfer;
 
 /// The distribution of a position, renormalised over its allowed ids.
-struct Renormalised<F> {
+struct Renormalised {
     /// The log-probabilities of the allowed ids.
-    log_probs: Vec<F>,
+    log_probs: Vec<f64>,
     /// The sum of a log-probability and this is the id's logit, if there is a single component.
     logit_offset: Option<f64>,
 }
 
-impl<F: Real> Renormalised<F> {
+impl Renormalised {
     /// Renormalises a distribution over `ids`, which ascend. Those of a single component are computed from the logits of these
     /// ids alone: the log-probabilities of a gathered decoder depend on the sets of the other positions by rounding.
-    fn new(position: usize, distribution: &dyn Distribution<F>, ids: &[u32]) -> Result<Self> {
+    fn new(position: usize, distribution: &dyn Distribution, ids: &[u32]) -> Result<Self> {
         distribution.check(position)?;
         let (mut values, mut buffer, mut are_logits) = (Vec::with_capacity(ids.len()), Vec::new(), false);
         for ids in ids.chunk_by(|a, b| *a as usize / TILE == *b as usize / TILE) {
             let tile = ids[0] as usize / TILE;
-            let logits = distribution.logit_tile(tile);
-            are_logits = logits.is_some();
-            let tile = logits.unwrap_or_else(|| distribution.tile(tile, F::neg_infinity(), &mut buffer));
+            are_logits = distribution.logit_tile(tile, &mut buffer).is_some();
+            let tile = if are_logits { &buffer } else { distribution.tile(tile, f64::NEG_INFINITY, &mut buffer) };
             values.extend(ids.iter().map(|&id| tile[id as usize % TILE]));
         }
-        let log_sum = log_sum_exp(values.iter().map(|x| x.f64()), 1.0);
+        let log_sum = log_sum_exp(values.iter().copied(), 1.0);
         if log_sum == f64::NEG_INFINITY {
             return Err(Error::Impossible { position });
         }
-        values.iter_mut().for_each(|x| *x = <F as candle_core::WithDType>::from_f64(x.f64() - log_sum));
-        let offset = if are_logits { Some(0.0) } else { distribution.logit_offset().map(Real::f64) };
+        values.iter_mut().for_each(|x| *x -= log_sum);
+        let offset = if are_logits { Some(0.0) } else { distribution.logit_offset() };
         Ok(Renormalised { log_probs: values, logit_offset: offset.map(|offset| offset + log_sum) })
     }
 }
@@ -56,7 +55,7 @@ struct RestrictedQuery<'a, V> {
 impl<V: Visit> Visit for RestrictedQuery<'_, V> {
     type Output = V::Output;
 
-    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<V::Output> {
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<V::Output> {
         match self.restriction.ids(position) {
             Some(ids) => {
                 let renormalised = Renormalised::new(position, distribution, ids)?;
@@ -83,11 +82,11 @@ impl Visit for NextTokenWithin<'_> {
         self.query.needs_logits()
     }
 
-    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<NextToken> {
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<NextToken> {
         let (log_probs, offset, entries) = match self.restriction.ids(position) {
             Some(ids) => {
                 let Renormalised { log_probs, logit_offset } = Renormalised::new(position, distribution, ids)?;
-                (log_probs.iter().map(|x| x.f64()).collect(), logit_offset.unwrap_or(0.0), Some(ids))
+                (log_probs, logit_offset.unwrap_or(0.0), Some(ids))
             }
             None => {
                 let (log_probs, offset) = AllLogProbsQuery.visit(position, distribution)?;

@@ -125,7 +125,7 @@ impl Distributions for VocabParallelMixture {
             let position_numbers = |rank: &&'_ [f64]| rank[position * 2 * k..][..2 * k].to_vec();
             let pairs: Vec<f64> = ranks.iter().flat_map(position_numbers).collect();
             let possible = pairs.chunks_exact(2).filter(|pair| pair[1].is_finite());
-            let mut ranked: Vec<Ranked<f64>> = possible.map(|pair| (pair[0], pair[1] as u32)).collect();
+            let mut ranked: Vec<Ranked> = possible.map(|pair| (pair[0], pair[1] as u32)).collect();
             ranked.sort_unstable_by(order);
             ranked.truncate(k);
             ranked

@@ -15,7 +15,7 @@ use crate::tensors::checks::{check_alike, check_dropout, check_elements, check_f
 use crate::tensors::dropout::DropoutMasks;
 use crate::tensors::initial_values::linear_init;
 use crate::tensors::linear::{as_matrix, linear_layer, LinearOperands};
-use crate::tensors::permutation::inverse;
+use crate::tensors::permutation::{inverse, sorted};
 
 /// A mixture of K softmaxes, each with its own context:
 ///
@@ -219,8 +219,7 @@ impl Contexts {
         let shape = [&hidden.dims()[..hidden.rank() - 1], &[1, self.context_dim()]].concat();
         let states = as_matrix(hidden)?.detach();
         // `order` has the positions sorted by component, and `places` is the inverse permutation.
-        let mut order: Vec<u32> = (0..drawn.len() as u32).collect();
-        order.sort_by_key(|&position| drawn[position as usize]);
+        let order = sorted(drawn.len(), &|a, b| drawn[a].cmp(&drawn[b]));
         let places = inverse(&order);
         let index = |positions: &[u32]| Tensor::new(positions, hidden.device());
         let has_same_component = |&a: &u32, &b: &u32| drawn[a as usize] == drawn[b as usize];
@@ -248,7 +247,7 @@ impl Contexts {
             ContextActivation::Identity => Ok(upstream.clone()),
         };
         let operands = LinearOperands { input: states, weight: &self.latent_weight, bias: Some(&self.latent_bias) };
-        linear_layer("contexts", operands, shape, forward, backend::matmul, gradient)
+        linear_layer("contexts", operands, shape, &forward, backend::matmul, Box::new(gradient))
     }
 
     /// Computes `activation(z + bias)` for `z` `[rows, n]` and a constant bias `[n]`.
@@ -267,7 +266,7 @@ impl Contexts {
         let gradient =
             move |log_priors: &Tensor, upstream: &Tensor| backend::log_softmax_gradient(log_priors, upstream, dtype);
         let operands = LinearOperands { input: states, weight: &self.prior_weight, bias: self.prior_bias.as_ref() };
-        linear_layer("priors", operands, shape, forward, backend::matmul, gradient)
+        linear_layer("priors", operands, shape, &forward, backend::matmul, Box::new(gradient))
     }
 }
 

@@ -1,5 +1,7 @@
 //! The loss of a mixture: over all ids by the fused operation, or over a sample of the vocabulary.
 
+use candle_core::Tensor;
+
 use super::node::{self, needs_grad, KnownGradients};
 use super::sample::Sample;
 use super::{sampled_softmax, shard_loss, Mixture};
@@ -84,7 +86,7 @@ impl Mixture {
         let value = request.positions.value(&results.sum, &results.count, results.mean.as_ref(), objectives)?;
         let value = if needs_grad.any() {
             let known = now.any().then_some(KnownGradients { gradients: results.gradients, is_sum });
-            node::attach_loss(value, gradients, options.positions.reduction, known, move |planned, upstream| {
+            let compute = move |planned: &Planned, upstream: Option<Tensor>| {
                 let mut objective = objective.clone();
                 // Ranks that count correct positions compute in two passes, as their plan says.
                 objective.terms.needs_correct &= objective.shard.is_some();
@@ -95,7 +97,8 @@ impl Mixture {
                     objective.scale = GradScale::Upstream(upstream);
                 }
                 Ok(backend::loss(planned, &Objective::Targets(objective))?.gradients)
-            })?
+            };
+            node::attach_loss(value, gradients, options.positions.reduction, known, Box::new(compute))?
         } else {
             value
         };
@@ -186,9 +189,8 @@ impl Mixture {
         let value = results.sum.clone();
         let value = if planned.needs_grad.any() {
             let known = Some(KnownGradients { gradients: results.gradients, is_sum: false });
-            node::attach_loss(value, planned, Reduction::Sum, known, move |planned, _| {
-                Ok(backend::loss(planned, &objective)?.gradients)
-            })?
+            let compute = move |planned: &Planned, _: Option<Tensor>| Ok(backend::loss(planned, &objective)?.gradients);
+            node::attach_loss(value, planned, Reduction::Sum, known, Box::new(compute))?
         } else {
             value
         };

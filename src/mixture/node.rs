@@ -25,6 +25,9 @@ pub(super) struct KnownGradients {
     pub(super) is_sum: bool,
 }
 
+/// Computes the gradients of a mixture's operands, from the upstream gradient of each position if there is no reduction.
+pub(super) type ComputeGradients = dyn Fn(&Planned, Option<Tensor>) -> Result<Gradients> + Send + Sync;
+
 /// Makes the `value` of a loss a node whose operands are the mixture's. `known` are the gradients of the value, if they
 /// are known already: the first backward pass takes them, and a second one calls `compute`, which computes them again.
 /// If there is no reduction, `compute` gets the upstream gradient of each position.
@@ -33,10 +36,10 @@ pub(super) fn attach_loss(
     planned: Planned,
     reduction: Reduction,
     known: Option<KnownGradients>,
-    compute: impl Fn(&Planned, Option<Tensor>) -> Result<Gradients> + Send + Sync + 'static,
+    compute: Box<ComputeGradients>,
 ) -> Result<Tensor> {
     let known = Mutex::new(known);
-    attach_mixture(value, planned, move |planned, value, upstream| {
+    let gradients = move |planned: &Planned, value: &Tensor, upstream: &Tensor| {
         let known = known.lock().ok().and_then(|mut known| known.take());
         // An upstream gradient for each position becomes part of the objective; one for all of them remains a factor.
         let (position_upstream, factor) = match reduction {
@@ -61,33 +64,35 @@ pub(super) fn attach_loss(
             return Ok(gradients);
         }
         gradients.scaled_by(factor)
-    })
+    };
+    attach_mixture(value, planned, Box::new(gradients))
 }
 
 /// Makes `log_probs` a node whose operands are the mixture's.
 pub(crate) fn attach_log_probs(log_probs: Tensor, planned: Planned) -> Result<Tensor> {
-    attach_mixture(log_probs, planned, move |planned, _, upstream| {
+    let gradients = move |planned: &Planned, _: &Tensor, upstream: &Tensor| {
         let accumulation = accumulation_dtype("contexts", planned.operands.contexts.dtype())?;
         let upstream = upstream.to_dtype(accumulation)?.contiguous()?;
         Ok(backend::loss(planned, &Objective::LogProbs { upstream })?.gradients)
-    })
+    };
+    attach_mixture(log_probs, planned, Box::new(gradients))
 }
 
 /// Makes `scores`, `[positions, n + 2]`, a node whose operands are the mixture's.
 pub(crate) fn attach_scores(scores: Tensor, planned: Planned, scored: Scored) -> Result<Tensor> {
-    attach_mixture(scores, planned, move |planned, _, upstream| {
+    let gradients = move |planned: &Planned, _: &Tensor, upstream: &Tensor| {
         let objective = Objective::from_score_upstream(scored.clone(), upstream.contiguous()?);
         Ok(backend::loss(planned, &objective)?.gradients)
-    })
+    };
+    attach_mixture(scores, planned, Box::new(gradients))
 }
+
+/// Computes the gradients of detached operands from the value of a node and its gradient.
+type MixtureGradients = dyn Fn(&Planned, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync;
 
 /// Makes `value` a node whose operands are the mixture's. `gradients` computes their gradients from the detached
 /// operands, the value and the upstream gradient.
-fn attach_mixture(
-    value: Tensor,
-    planned: Planned,
-    gradients: impl Fn(&Planned, &Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
-) -> Result<Tensor> {
+fn attach_mixture(value: Tensor, planned: Planned, gradients: Box<MixtureGradients>) -> Result<Tensor> {
     let Planned { operands, needs_grad, .. } = &planned;
     let Operands { contexts, weight, log_priors, adapter, bias, .. } = operands;
     // An operand that needs no gradient must not appear in the GradStore.

@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::loss::CountedPositions;
 use crate::scores::{ScoreLoss, ScoreOptions};
 use crate::tensors::checks::{check_device, check_float, check_number, check_targets};
+use crate::tensors::transfer::number_like;
 
 /// The largest log-ratio whose exponential is computed. Beyond it the exponential is continued linearly, so that it
 /// stays finite.
@@ -381,8 +382,9 @@ impl PolicyTerms {
         let old = numbers_if_given(&batch.old_log_probs)?;
         let importance = |sampler: Tensor| match &old {
             Some(old) => {
-                let ratio = (old - sampler)?.minimum(options.importance_cap.ln())?;
-                Ok(ratio.exp()?)
+                let log_ratio = (old - sampler)?;
+                let cap = number_like(&log_ratio, options.importance_cap.ln())?;
+                Ok(log_ratio.broadcast_minimum(&cap)?.exp()?)
             }
             None => {
                 Err(Error::config("old_log_probs", "log-probabilities, because sampler_log_probs are given", "none"))
@@ -425,10 +427,11 @@ impl PolicyTerms {
         let (ratio, slope) = exp_continued(&log_ratio)?;
         let PolicyOptions { clip_low, clip_high, kl, entropy: bonus, .. } = self.options;
         let unclipped = (&ratio * &advantages)?;
-        let clipped = (ratio.clamp(1.0 - clip_low, 1.0 + clip_high)? * &advantages)?;
+        let [least, most] = [1.0 - clip_low, 1.0 + clip_high].map(|bound| number_like(&ratio, bound));
+        let clipped = (ratio.broadcast_maximum(&least?)?.broadcast_minimum(&most?)? * &advantages)?;
         // The comparison is false for a NaN, which stays a NaN.
         let is_clipped = unclipped.gt(&clipped)?;
-        let mut loss = unclipped.minimum(&clipped)?.neg()?;
+        let mut loss = unclipped.broadcast_minimum(&clipped)?.neg()?;
         let mut by_log_prob = is_clipped.where_cond(&loss.zeros_like()?, &(slope * &advantages)?.neg()?)?;
         if let Some(importance) = &self.importance {
             (loss, by_log_prob) = ((loss * chunk(importance)?)?, (by_log_prob * chunk(importance)?)?);
@@ -451,7 +454,7 @@ impl PolicyTerms {
 
 /// Computes `exp(x)`, which is continued linearly beyond [`MOST_LOG_RATIO`], and its derivative.
 fn exp_continued(x: &Tensor) -> Result<(Tensor, Tensor)> {
-    let within = x.minimum(MOST_LOG_RATIO)?;
+    let within = x.broadcast_minimum(&number_like(x, MOST_LOG_RATIO)?)?;
     let slope = within.exp()?;
     Ok((((x - within)?.affine(1.0, 1.0)? * &slope)?, slope))
 }

@@ -20,17 +20,25 @@ use candle_core::{
 use crate::error::Result;
 
 /// Makes `value` a function of up to three operands, whose gradients `backward(operands, value, upstream)` computes: `None`
-/// where none is needed, and where there is no operand, in whose place it gets another one, detached. If no operand depends on a variable, it returns the value as it is. On the CPU the node takes the
-/// value's storage, which nothing else may share; only a single number is copied.
-pub(crate) fn attach<B>(
+/// where none is needed, and where there is no operand, in whose place it gets another one, detached. If no operand
+/// depends on a variable, it returns the value as it is. On the CPU the node takes the value's storage, which nothing else
+/// may share; only a single number is copied.
+pub(crate) fn attach(
     name: &'static str,
     value: Tensor,
     operands: [Option<&Tensor>; 3],
-    backward: B,
-) -> Result<Tensor>
-where
-    B: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
-{
+    backward: impl Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    attach_boxed(name, value, operands, Box::new(backward))
+}
+
+/// As [`attach`], compiled once for all nodes.
+fn attach_boxed(
+    name: &'static str,
+    value: Tensor,
+    operands: [Option<&Tensor>; 3],
+    backward: Box<Backward>,
+) -> Result<Tensor> {
     // A custom operation of candle has three operands.
     let present = || operands.iter().copied().flatten();
     let Some(absent) = present().find(|operand| operand.track_op()).map(Tensor::detach) else { return Ok(value) };
@@ -38,11 +46,7 @@ where
     let value = if value.layout().start_offset() == 0 { value } else { value.force_contiguous()? };
     let [a, b, c] = operands.map(|operand| operand.unwrap_or(&absent));
     let shape = value.shape().clone();
-    Ok(a.apply_op3(
-        b,
-        c,
-        PrecomputedNode { name, shape, value: Mutex::new(Some(value)), backward: Box::new(backward) },
-    )?)
+    Ok(a.apply_op3(b, c, PrecomputedNode { name, shape, value: Mutex::new(Some(value)), backward })?)
 }
 
 /// Converts a tensor to a dtype, as a node of its own if that changes anything.

@@ -26,16 +26,21 @@ pub(crate) fn as_matrix(rows: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Computes a linear layer and its activation as one node of the graph, which keeps only its result: `forward` gets the
-/// operands as constants. The result has a `shape` of its own, because candle would copy the gradient of another node that
-/// changes the shape. The gradient of `W h + b` is `gradient(result, upstream)`; `matmul` multiplies two matrices.
+/// Computes the result of a linear layer and its activation from operands that are constants.
+pub(crate) type LinearForward<'a> = dyn Fn(LinearOperands<'_>) -> Result<Tensor> + 'a;
+/// Computes the gradient of `W h + b` from the result of a layer and the gradient of the result.
+pub(crate) type LinearGradient = dyn Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync;
+
+/// Computes a linear layer and its activation as one node of the graph, which keeps only its result. The result has a
+/// `shape` of its own, because candle would copy the gradient of another node that changes the shape; `matmul` multiplies two
+/// matrices. The functions are behind pointers, so that all layers are compiled once.
 pub(crate) fn linear_layer(
     name: &'static str,
     operands: LinearOperands<'_>,
     shape: &[usize],
-    forward: impl FnOnce(LinearOperands<'_>) -> Result<Tensor>,
+    forward: &LinearForward<'_>,
     matmul: fn(&Tensor, &Tensor) -> Result<Tensor>,
-    gradient: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    gradient: Box<LinearGradient>,
 ) -> Result<Tensor> {
     let LinearOperands { input, weight, bias } = operands;
     let constants = (input.detach(), weight.detach(), bias.map(Tensor::detach));

@@ -29,6 +29,13 @@ pub(crate) fn vector(values: Vec<f64>, dtype: DType, device: &Device) -> Result<
     to_device_as(values, &[n], dtype, device)
 }
 
+/// Makes a number a tensor with the dtype and the device of another one. candle's `broadcast_maximum` and
+/// `broadcast_minimum` take it. (Its `maximum`, `minimum` and `clamp` are generic, and would compile their operation for
+/// each dtype once more.)
+pub(crate) fn number_like(like: &Tensor, number: f64) -> Result<Tensor> {
+    to_device_as(vec![number], &[], like.dtype(), like.device())
+}
+
 /// Selects the rows of these indices `[n]`. Differentiable. (candle's `index_select` does not take empty tensors.)
 pub(crate) fn select_rows(tensor: &Tensor, indices: &Tensor) -> Result<Tensor> {
     match indices.elem_count() {

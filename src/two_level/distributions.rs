@@ -10,6 +10,7 @@ use super::{Cluster, Levels, TwoLevel};
 use crate::backend;
 use crate::backend::distribution::{Computed, Visit};
 use crate::backend::operands::accumulation_dtype;
+use crate::backend::parallel;
 use crate::decoding::{
     AllLogProbsQuery, DrawQuery, NextToken, NextTokenQuery, Sampler, Sampling, Stage, TokenRequest, TopK,
 };
@@ -191,7 +192,7 @@ impl TwoLevelDistributions<'_> {
                 let levels = levels.iter().map(|level| &level[i].0[..]);
                 query.visit(*position as usize, &Computed::new(&head.log_probs_by_id(levels, states.dtype())))
             };
-            answers.extend(V::answers(places.iter().enumerate(), answer)?);
+            answers.extend(parallel::map(places.iter().enumerate(), answer).into_iter().collect::<Result<Vec<_>>>()?);
         }
         Ok(answers)
     }

@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::heads::{MixtureLayer, SoftmaxHead};
 use crate::tensors::checks::{check_at_most, check_product, check_sizes, check_vocab};
 use crate::tensors::initial_values::linear_init;
+use crate::tensors::permutation::sorted;
 
 /// The largest number of classes, each of which has variables of its own.
 const MAX_CLASSES: usize = 1 << 20;
@@ -81,11 +82,10 @@ impl Classes {
         if total <= 0.0 || !total.is_finite() {
             return Err(Error::config("frequencies", "a positive, finite sum", total));
         }
-        let mut order: Vec<usize> = (0..frequencies.len()).collect();
-        order.sort_by(|&a, &b| frequencies[b].total_cmp(&frequencies[a]));
+        let order = sorted(frequencies.len(), &|a, b| frequencies[b].total_cmp(&frequencies[a]));
         let mut given = vec![0; frequencies.len()];
         let (mut mass, mut bin, mut class) = (0.0, 0, 0);
-        for (i, &id) in order.iter().enumerate() {
+        for (i, id) in order.into_iter().map(|id| id as usize).enumerate() {
             // The mass before this id ends in the bin `next`; rounding may bring it to the end of the last bin.
             let next = ((mass / total * classes as f64) as usize).min(classes - 1);
             if i > 0 && next > bin {
@@ -194,9 +194,8 @@ fn given_class_sizes(given: &[u32]) -> Result<(Vec<usize>, Option<Permutation>)>
     if given.is_sorted() {
         return Ok((sizes, None));
     }
-    let mut id_by_slot: Vec<u32> = (0..vocab as u32).collect();
-    // The sort is stable, so that ids ascend within a class.
-    id_by_slot.sort_by_key(|&id| given[id as usize]);
+    // Ids ascend within a class.
+    let id_by_slot = sorted(vocab, &|a, b| given[a].cmp(&given[b]));
     let mut slot_by_id = vec![0; vocab];
     id_by_slot.iter().zip(0..).for_each(|(&id, slot)| slot_by_id[id as usize] = slot);
     Ok((sizes, Some(Permutation { slot_by_id, id_by_slot })))

@@ -106,7 +106,7 @@ impl Cluster {
                 let operands = LinearOperands { input: states, weight, bias: None };
                 let gradient = |_: &Tensor, upstream: &Tensor| Ok(upstream.clone());
                 let forward = |layer: LinearOperands<'_>| backend::linear(layer.input, layer.weight);
-                linear_layer("cluster", operands, &shape, forward, backend::matmul, gradient)?
+                linear_layer("cluster", operands, &shape, &forward, backend::matmul, Box::new(gradient))?
             }
         };
         Mixture::new(&contexts, None, &self.weight, self.bias.as_ref())

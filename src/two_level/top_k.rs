@@ -21,7 +21,7 @@ struct ClusterSearch<'a> {
     /// The log-probabilities of the clusters.
     clusters: &'a [f64],
     /// The most probable ids so far, in descending order, at most k.
-    found: Vec<Ranked<f64>>,
+    found: Vec<Ranked>,
 }
 
 impl ClusterSearch<'_> {
@@ -61,8 +61,8 @@ impl TwoLevelDistributions<'_> {
             head.visit(cluster, &positions, &states, k, &mut searches)?;
         }
         let total = |cluster: usize| searches.iter().map(|search| search.clusters[cluster].exp()).sum::<f64>();
-        let mut ranked_clusters: Vec<Ranked<f64>> = (0..head.clusters.len()).map(total).zip(0..).collect();
-        ranked_clusters.sort_by(order);
+        let mut ranked_clusters: Vec<Ranked> = (0..head.clusters.len()).map(total).zip(0..).collect();
+        ranked_clusters.sort_unstable_by(order);
         for (_, cluster) in ranked_clusters {
             let cluster = cluster as usize;
             let needs_visit = |position: &u32| {
@@ -100,7 +100,7 @@ impl Levels<'_> {
             let ClusterSearch { clusters, found } = &mut searches[position as usize];
             let id = |(index, log_prob)| (add(clusters[cluster], log_prob), self.id_within(cluster, index as usize));
             found.extend(ids.into_iter().zip(log_probs).map(id));
-            found.sort_by(order);
+            found.sort_unstable_by(order);
             found.truncate(k);
         }
         Ok(())

@@ -5,27 +5,23 @@ use candle_core::{Device, Tensor};
 
 use super::inputs::Inputs;
 use super::objective::results::BufferedGradients;
-use super::one_pass::{OnePass, OnePassRequest};
-use super::operands::dtype::Accumulator;
-use super::plan::Products;
+use super::one_pass::OnePassRequest;
+use super::plan::{logit_tiles, one_pass, Served};
+use super::products::multiplier::Multiplier;
 use super::two_pass::TwoPasses;
-use crate::backend::distribution::Visit;
+use crate::backend::distribution::{answers, Reader};
 use crate::backend::plan::{Computation, Planned, Steps};
 use crate::backend::ranking::{tensors, TopKQuery};
 use crate::backend::shard::VocabShard;
 use crate::error::Result;
 
 /// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`.
-pub(super) fn top_k<F: Accumulator, X: Products<F>>(
-    products: X,
-    planned: &Planned,
-    k: usize,
-) -> Result<(Tensor, Tensor)> {
+pub(super) fn top_k<F: Served>(multiplier: Multiplier, planned: &Planned, k: usize) -> Result<(Tensor, Tensor)> {
     let Planned { operands, plan, .. } = planned;
     let ranked = match plan.computation {
         Computation::OnePass => Inputs::with(operands, |inputs: Inputs<'_, F>| {
             let (request, none) = (OnePassRequest::TopK { k }, BufferedGradients::none());
-            let mut pass = OnePass::new(products, inputs, request, none, planned);
+            let mut pass = one_pass(multiplier, inputs, request, none, planned);
             let mut ranked = Vec::with_capacity(operands.sizes.positions);
             for positions in plan.chunks() {
                 pass.first_product(positions)?;
@@ -33,25 +29,26 @@ pub(super) fn top_k<F: Accumulator, X: Products<F>>(
             }
             Ok(ranked)
         }),
-        Computation::TwoPasses => visit::<F, _, _>(products, planned, None, &TopKQuery { k }),
+        Computation::TwoPasses => {
+            answers(&TopKQuery { k }, operands.sizes.positions, |reader| visit::<F>(multiplier, planned, None, reader))
+        }
     }?;
     tensors(&ranked, k, F::DTYPE, &Device::Cpu)
 }
 
-/// Runs a query on each position's distribution, or on a shard's part of it.
-pub(super) fn visit<F: Accumulator, X: Products<F>, V: Visit>(
-    products: X,
+/// Lets a query read each position's distribution, or a shard's part of it.
+pub(super) fn visit<F: Served>(
+    multiplier: Multiplier,
     Planned { operands, plan, .. }: &Planned,
     shard: Option<&VocabShard>,
-    visit: &V,
-) -> Result<Vec<V::Output>> {
+    reader: &dyn Reader,
+) -> Result<()> {
     Inputs::with(operands, |inputs: Inputs<'_, F>| {
-        let mut passes = TwoPasses::for_decoding(products, inputs, shard, plan);
-        let mut outputs = Vec::with_capacity(operands.sizes.positions);
+        let mut passes = TwoPasses::for_decoding(logit_tiles(multiplier), inputs, shard, plan);
         for positions in plan.chunks() {
             passes.first_product(positions.clone())?;
-            outputs.extend(passes.visit_rows(positions, visit)?);
+            passes.visit_rows(positions, reader)?;
         }
-        Ok(outputs)
+        Ok(())
     })
 }

@@ -4,14 +4,13 @@ use std::ops::Deref;
 
 use candle_core::{Storage, Tensor};
 
-use super::locked_weight::{LockedWeight, QuantisedValues};
+use super::locked_weight::{locked_weight, LockedWeight};
 use super::memory::zeros;
 use super::operands::decoder::{DecoderMatrix, DecoderView, MatrixValues};
 use super::operands::dtype::{locked, Accumulator, Locked, Stored};
 use super::vector::math::Softcap;
 use super::vector::simd::{Isa, ROW_ALIGN};
 use crate::backend::operands::{Operands, Sizes};
-use crate::backend::weight::Weight;
 use crate::error::Result;
 
 /// The operands of one computation.
@@ -30,10 +29,10 @@ pub(crate) struct Inputs<'a, F: Accumulator> {
 }
 
 /// The elements of the operands, locked for reading.
-struct LockedOperands<'a, G> {
+struct LockedOperands<'a, G, W> {
     operands: &'a Operands,
     contexts: Locked<G>,
-    weight: LockedWeight<'a, G>,
+    weight: LockedWeight<'a, W>,
     adapter: Option<Locked<G>>,
 }
 
@@ -42,22 +41,14 @@ fn lock_operands<'a>(
     operands: &'a Operands,
     dense: Option<&'a (Tensor, bool)>,
     isa: Isa,
-) -> Result<LockedOperands<'a, impl Deref<Target = Storage> + use<'a>>> {
+) -> Result<LockedOperands<'a, impl Deref<Target = Storage> + use<'a>, impl Deref<Target = Storage> + use<'a>>> {
     let adapter = operands.adapter.as_ref().map(|adapter| locked("adapter", adapter)).transpose()?;
     let contexts = locked("contexts", &operands.contexts)?;
-    let weight = match (&operands.weight, dense) {
-        (Weight::Quantised(matrix), _) => LockedWeight::Quantised(QuantisedValues::new(matrix, isa)?),
-        (Weight::Dense(weight), None) => {
-            LockedWeight::Dense { values: locked("weight", weight)?, is_transposed: false }
-        }
-        (Weight::Dense(_), Some((stored, is_transposed))) => {
-            LockedWeight::Dense { values: locked("weight", stored)?, is_transposed: *is_transposed }
-        }
-    };
+    let weight = locked_weight(&operands.weight, dense, isa)?;
     Ok(LockedOperands { operands, contexts, weight, adapter })
 }
 
-impl<G: Deref<Target = Storage>> LockedOperands<'_, G> {
+impl<G: Deref<Target = Storage>, W: Deref<Target = Storage>> LockedOperands<'_, G, W> {
     /// Makes the inputs of a computation.
     fn inputs<F: Accumulator>(&self, isa: Isa) -> Result<Inputs<'_, F>> {
         let LockedOperands { operands, contexts, weight, adapter } = self;

@@ -3,16 +3,17 @@
 use std::ops::Deref;
 
 use candle_core::quantized::GgmlDType;
-use candle_core::Storage;
+use candle_core::{Storage, Tensor};
 use half::{bf16, f16};
 
 use super::operands::decoder::MatrixValues;
-use super::operands::dtype::{Accumulator, Locked, Stored};
+use super::operands::dtype::{locked, Accumulator, Locked, Stored};
 use super::quantised::blocks::Blocks;
 use super::quantised::kind::BlockType;
 use super::quantised::rows::QuantisedRows;
 use super::vector::simd::Isa;
 use crate::backend::quantised::QuantisedMatrix;
+use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 
 /// The decoder's weight.
@@ -29,6 +30,23 @@ impl<G: Deref<Target = Storage>> LockedWeight<'_, G> {
             LockedWeight::Quantised(matrix) => matrix.values(),
         }
     }
+}
+
+/// Locks a weight; `dense` is it as it is stored, and whether that is its transpose, if it is a tensor.
+pub(crate) fn locked_weight<'a>(
+    weight: &'a Weight,
+    dense: Option<&'a (Tensor, bool)>,
+    isa: Isa,
+) -> Result<LockedWeight<'a, impl Deref<Target = Storage> + use<'a>>> {
+    Ok(match (weight, dense) {
+        (Weight::Quantised(matrix), _) => LockedWeight::Quantised(QuantisedValues::new(matrix, isa)?),
+        (Weight::Dense(weight), None) => {
+            LockedWeight::Dense { values: locked("weight", weight)?, is_transposed: false }
+        }
+        (Weight::Dense(_), Some((stored, is_transposed))) => {
+            LockedWeight::Dense { values: locked("weight", stored)?, is_transposed: *is_transposed }
+        }
+    })
 }
 
 /// The values of a quantised matrix.

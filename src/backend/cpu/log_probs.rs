@@ -6,9 +6,10 @@ use super::inputs::Inputs;
 use super::memory::filled;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::Candidates;
-use super::one_pass::{OnePass, OnePassRequest};
-use super::operands::dtype::{Accumulator, Element};
-use super::plan::Products;
+use super::one_pass::OnePassRequest;
+use super::operands::dtype::Element;
+use super::plan::{logit_tiles, one_pass, Served};
+use super::products::multiplier::Multiplier;
 use super::two_pass::TwoPasses;
 use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::backend::operands::Sizes;
@@ -16,13 +17,11 @@ use crate::backend::plan::{Computation, Planned, Steps};
 use crate::error::Result;
 
 /// Computes log-probabilities `[positions, vocab]` in `O`, in two passes.
-pub(super) fn log_probs<F: Accumulator, O: Element<Acc = F>, X: Products<F>>(
-    products: X,
-    Planned { operands, plan, .. }: &Planned,
-) -> Result<Tensor> {
+pub(super) fn log_probs<F: Served, O: Element<Acc = F>>(multiplier: Multiplier, planned: &Planned) -> Result<Tensor> {
+    let Planned { operands, plan, .. } = planned;
     let Sizes { positions, vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, F>| {
-        let mut passes = TwoPasses::for_distributions(products, inputs, plan);
+        let mut passes = TwoPasses::for_distributions(logit_tiles(multiplier), inputs, plan);
         let mut log_probs = filled(O::zero(), positions * vocab);
         for positions in plan.chunks() {
             passes.first_product(positions.clone())?;
@@ -35,8 +34,8 @@ pub(super) fn log_probs<F: Accumulator, O: Element<Acc = F>, X: Products<F>>(
 
 /// Computes the scores `[positions, n + 2]`, and, if the caller asks for it, whether each candidate is the most probable
 /// id, `[positions, n]`.
-pub(super) fn scores<F: Accumulator, X: Products<F>>(
-    products: X,
+pub(super) fn scores<F: Served>(
+    multiplier: Multiplier,
     planned: &Planned,
     scored: &Scored,
 ) -> Result<(Tensor, Option<Tensor>)> {
@@ -50,7 +49,7 @@ pub(super) fn scores<F: Accumulator, X: Products<F>>(
             Computation::OnePass => {
                 let (inputs, none) = (inputs.tempered(scored.temperature), BufferedGradients::none());
                 let request = OnePassRequest::Scores { candidates: &candidates, scored };
-                let mut pass = OnePass::new(products, inputs, request, none, planned);
+                let mut pass = one_pass(multiplier, inputs, request, none, planned);
                 for positions in plan.chunks() {
                     pass.first_product(positions)?;
                     scores.extend(pass.scores(&candidates, scored));
@@ -58,7 +57,7 @@ pub(super) fn scores<F: Accumulator, X: Products<F>>(
                 }
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::for_distributions(products, inputs, plan);
+                let mut passes = TwoPasses::for_distributions(logit_tiles(multiplier), inputs, plan);
                 for positions in plan.chunks() {
                     passes.first_product(positions.clone())?;
                     let (chunk_scores, chunk_argmax) = passes.score_rows(positions, &candidates, scored);

@@ -10,9 +10,9 @@ use super::memory::zeros;
 use super::objective::components::PositionLoss;
 use super::objective::results::{results, BufferedGradients, WeightBuffer};
 use super::objective::targets::{Candidates, Targets};
-use super::one_pass::{OnePass, OnePassRequest};
-use super::operands::dtype::Accumulator;
-use super::plan::Products;
+use super::one_pass::OnePassRequest;
+use super::plan::{logit_tiles, one_pass, rounds_gradients, Served};
+use super::products::multiplier::Multiplier;
 use super::two_pass::TwoPasses;
 use super::vector::simd::Float;
 use crate::backend::objective::{GradientSoFar, LogProbTerms, LossResults, Objective, ScoreTerms, Scored, TargetLoss};
@@ -22,31 +22,27 @@ use crate::error::Result;
 use crate::tensors::autograd::take_values;
 
 /// Computes an objective, and the gradients of the operands that need one.
-pub(super) fn loss<F: Accumulator, X: Products<F>>(
-    products: X,
-    planned: &Planned,
-    objective: &Objective,
-) -> Result<LossResults> {
+pub(super) fn loss<F: Served>(multiplier: Multiplier, planned: &Planned, objective: &Objective) -> Result<LossResults> {
     let operands = &planned.operands;
     match objective {
         Objective::Targets(loss) => {
             let targets = Targets::from_ids(loss, operands.sizes, operands.weight_rows()?)?;
-            target_loss::<F, X>(products, planned, &targets, Some(loss))
+            target_loss::<F>(multiplier, planned, &targets, Some(loss))
         }
         Objective::LogProbs { upstream } => {
             let upstream = upstream.flatten_all()?.to_vec1()?;
             let targets = Targets::from_log_prob_upstream(upstream, 0, operands.sizes.vocab);
-            target_loss::<F, X>(products, planned, &targets, None)
+            target_loss::<F>(multiplier, planned, &targets, None)
         }
-        Objective::Scores { scored, terms } => score_loss::<F, X>(products, planned, scored, terms),
-        Objective::AllLogProbs(terms) => log_prob_loss::<F, X>(products, planned, terms),
+        Objective::Scores { scored, terms } => score_loss::<F>(multiplier, planned, scored, terms),
+        Objective::AllLogProbs(terms) => log_prob_loss::<F>(multiplier, planned, terms),
     }
 }
 
 /// Computes a loss whose targets are known before the first chunk: those of `loss`, or the upstream gradients of
 /// log-probabilities.
-fn target_loss<F: Accumulator, X: Products<F>>(
-    products: X,
+fn target_loss<F: Served>(
+    multiplier: Multiplier,
     planned: &Planned,
     targets: &Targets<F>,
     loss: Option<&TargetLoss>,
@@ -54,16 +50,17 @@ fn target_loss<F: Accumulator, X: Products<F>>(
     Inputs::with(&planned.operands, |inputs: Inputs<'_, F>| {
         let shard = loss.and_then(|loss| loss.shard.as_ref());
         let so_far = loss.and_then(|loss| loss.so_far.as_ref());
-        let gradients = BufferedGradients::new(planned, weight_buffer::<F, X>(products, planned, so_far)?)?;
+        let gradients = BufferedGradients::new(planned, weight_buffer::<F>(multiplier, planned, so_far)?)?;
         let (losses, mut gradients, ranks) = match planned.plan.computation {
             Computation::OnePass => {
                 let request = OnePassRequest::Loss { targets, shard };
-                let mut pass = OnePass::new(products, inputs, request, gradients, planned);
+                let mut pass = one_pass(multiplier, inputs, request, gradients, planned);
                 pass.run_loss(planned)?;
-                (pass.losses, pass.gradients, pass.ranks)
+                pass.finish()
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::for_targets(products, inputs, targets, shard, gradients, &planned.plan);
+                let mut passes =
+                    TwoPasses::for_targets(logit_tiles(multiplier), inputs, targets, shard, gradients, &planned.plan);
                 passes.run_loss(planned)?;
                 (passes.losses, passes.gradients, passes.ranks)
             }
@@ -78,8 +75,8 @@ fn target_loss<F: Accumulator, X: Products<F>>(
 /// Chooses the buffer of the weight's gradient: the gradient of earlier losses, if this loss adds to it. Otherwise a single
 /// chunk in one pass writes the gradient rounded, if the products have such a form and the weight has no rows of targets
 /// outside the vocabulary.
-fn weight_buffer<F: Accumulator, X: Products<F>>(
-    products: X,
+fn weight_buffer<F: Served>(
+    multiplier: Multiplier,
     Planned { operands, needs_grad, plan }: &Planned,
     so_far: Option<&GradientSoFar>,
 ) -> Result<WeightBuffer<F>> {
@@ -89,14 +86,14 @@ fn weight_buffer<F: Accumulator, X: Products<F>>(
     let is_single_chunk = plan.chunks().nth(1).is_none();
     let is_whole = operands.weight_rows()? == operands.sizes.vocab;
     let is_rounded =
-        products.rounds_gradients() && plan.computation == Computation::OnePass && is_single_chunk && is_whole;
+        plan.computation == Computation::OnePass && is_single_chunk && is_whole && rounds_gradients::<F>(multiplier);
     Ok(if is_rounded { WeightBuffer::Rounded } else { WeightBuffer::Zeros })
 }
 
 /// Computes a loss whose terms are known once the scores of a chunk are. One pass serves it if the logits of the candidates,
 /// and sums over the other ids, suffice. Other scores depend on the log-probabilities of all ids.
-fn score_loss<F: Accumulator, X: Products<F>>(
-    products: X,
+fn score_loss<F: Served>(
+    multiplier: Multiplier,
     planned: &Planned,
     scored: &Scored,
     terms: &ScoreTerms,
@@ -110,7 +107,7 @@ fn score_loss<F: Accumulator, X: Products<F>>(
             Computation::OnePass => {
                 let inputs = inputs.tempered(scored.temperature);
                 let request = OnePassRequest::Scores { candidates: &candidates, scored };
-                let mut pass = OnePass::new(products, inputs, request, gradients, planned);
+                let mut pass = one_pass(multiplier, inputs, request, gradients, planned);
                 for positions in plan.chunks() {
                     pass.first_product(positions.clone())?;
                     let scores = pass.scores(&candidates, scored);
@@ -122,10 +119,10 @@ fn score_loss<F: Accumulator, X: Products<F>>(
                         pass.chunk_gradients(positions, *needs_grad)?;
                     }
                 }
-                pass.gradients
+                pass.finish().1
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::for_chunk_targets(products, inputs, gradients, plan);
+                let mut passes = TwoPasses::for_chunk_targets(logit_tiles(multiplier), inputs, gradients, plan);
                 for positions in plan.chunks() {
                     passes.first_product(positions.clone())?;
                     let (scores, _) = passes.score_rows(positions.clone(), &candidates, scored);
@@ -163,17 +160,13 @@ fn add_losses<F: Float>(
 
 /// Computes the loss that `terms` defines: for each chunk it is given the log-probabilities of all ids, and returns the
 /// values of the positions and their derivatives by the log-probabilities.
-fn log_prob_loss<F: Accumulator, X: Products<F>>(
-    products: X,
-    planned: &Planned,
-    terms: &LogProbTerms,
-) -> Result<LossResults> {
+fn log_prob_loss<F: Served>(multiplier: Multiplier, planned: &Planned, terms: &LogProbTerms) -> Result<LossResults> {
     let Planned { operands, needs_grad, plan } = planned;
     let sizes = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, F>| {
         let gradients = BufferedGradients::new(planned, WeightBuffer::Zeros)?;
         let mut losses = Vec::with_capacity(sizes.positions);
-        let mut passes = TwoPasses::for_chunk_targets(products, inputs, gradients, plan);
+        let mut passes = TwoPasses::for_chunk_targets(logit_tiles(multiplier), inputs, gradients, plan);
         for positions in plan.chunks() {
             passes.first_product(positions.clone())?;
             let mut log_probs = zeros::<F>(positions.len() * sizes.vocab);

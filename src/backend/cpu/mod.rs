@@ -24,7 +24,7 @@ mod vector;
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::distribution::Visit;
+use crate::backend::distribution::Reader;
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::objective::{LossResults, Objective, Scored, Task};
 use crate::backend::operands::Operands;
@@ -36,20 +36,18 @@ pub(super) use activation::{bias_tanh, tanh_gradient};
 use objective::divergence;
 pub(super) use operands::dtype::rounded;
 use operands::dtype::{with_accumulator, Accumulator};
-use plan::{ranking_task, with_products};
+use plan::{multiplier, ranking_task};
 pub(super) use products::linear::linear;
 pub(super) use products::lists::{list_product_gradients, list_products, scattered_rows};
 pub(super) use products::matmul::matmul;
 pub(super) use two_pass::frozen_linear::{input_gradient, product};
 
-/// Computes in the accumulation dtype of the operands, with the products that the plan is made for.
+/// Computes in the accumulation dtype of the operands, with the multiplier that the plan is made for.
 macro_rules! with_planned {
-    ($planned:expr, $F:ident, $products:ident => $compute:expr) => {
-        with_accumulator!(
-            $planned.operands.contexts.dtype(),
-            $F => with_products!($F, $planned, $products => $compute)
-        )
-    };
+    ($planned:expr, $F:ident, $multiplier:ident => $compute:expr) => {{
+        let $multiplier = multiplier($planned)?;
+        with_accumulator!($planned.operands.contexts.dtype(), $F => $compute)
+    }};
 }
 
 /// Makes the plan of a task.
@@ -63,15 +61,15 @@ pub(super) fn loss(planned: &Planned, objective: &Objective) -> Result<LossResul
     let Planned { operands, needs_grad, plan } = planned;
     let task = objective.task(operands, *needs_grad)?;
     debug_assert_eq!(plan.computation, plan::computation(&task, operands.sizes), "the plan of another task");
-    on_threads(plan, || with_planned!(planned, F, products => loss::loss::<F, _>(products, planned, objective)))
+    on_threads(plan, || with_planned!(planned, F, multiplier => loss::loss::<F>(multiplier, planned, objective)))
 }
 
 /// Computes log-probabilities `[positions, vocab]`, in the operands' dtype or in the accumulation dtype.
 pub(super) fn log_probs(planned: &Planned, dtype: DType) -> Result<Tensor> {
-    with_planned!(planned, F, products => match dtype {
-        DType::F16 => log_probs::log_probs::<F, <F as Accumulator>::F16, _>(products, planned),
-        DType::BF16 => log_probs::log_probs::<F, <F as Accumulator>::Bf16, _>(products, planned),
-        _ => log_probs::log_probs::<F, F, _>(products, planned),
+    with_planned!(planned, F, multiplier => match dtype {
+        DType::F16 => log_probs::log_probs::<F, <F as Accumulator>::F16>(multiplier, planned),
+        DType::BF16 => log_probs::log_probs::<F, <F as Accumulator>::Bf16>(multiplier, planned),
+        _ => log_probs::log_probs::<F, F>(multiplier, planned),
     })
 }
 
@@ -79,26 +77,26 @@ pub(super) fn log_probs(planned: &Planned, dtype: DType) -> Result<Tensor> {
 pub(super) fn scores(planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
     on_threads(
         &planned.plan,
-        || with_planned!(planned, F, products => log_probs::scores::<F, _>(products, planned, scored)),
+        || with_planned!(planned, F, multiplier => log_probs::scores::<F>(multiplier, planned, scored)),
     )
 }
 
 /// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`.
 pub(super) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
     let planned = plan(operands, ranking_task(operands.sizes, k), None)?;
-    with_planned!(&planned, F, products => decoding::top_k::<F, _>(products, &planned, k))
+    with_planned!(&planned, F, multiplier => decoding::top_k::<F>(multiplier, &planned, k))
 }
 
-/// Runs a query on each position's distribution.
-pub(super) fn visit<V: Visit>(operands: &Operands, query: &V) -> Result<Vec<V::Output>> {
+/// Lets a query read each position's distribution.
+pub(super) fn visit(operands: &Operands, reader: &dyn Reader) -> Result<()> {
     let planned = plan(operands, Task::Visit, None)?;
-    with_planned!(&planned, F, products => decoding::visit::<F, _, V>(products, &planned, None, query))
+    with_planned!(&planned, F, multiplier => decoding::visit::<F>(multiplier, &planned, None, reader))
 }
 
-/// Runs a query on the part of each position's distribution that a shard has.
-pub(super) fn visit_shard<V: Visit>(operands: &Operands, shard: &VocabShard, query: &V) -> Result<Vec<V::Output>> {
+/// Lets a query read the part of each position's distribution that a shard has.
+pub(super) fn visit_shard(operands: &Operands, shard: &VocabShard, reader: &dyn Reader) -> Result<()> {
     let planned = shard.agreed(plan(operands, Task::Visit, None))?;
-    with_planned!(&planned, F, products => decoding::visit::<F, _, V>(products, &planned, Some(shard), query))
+    with_planned!(&planned, F, multiplier => decoding::visit::<F>(multiplier, &planned, Some(shard), reader))
 }
 
 /// Computes the divergence of each row of log-probabilities from the teacher's, and its derivatives.

@@ -2,12 +2,14 @@
 
 use candle_core::DType;
 
+use super::inputs::Inputs;
 use super::memory::Workspace;
-use super::one_pass::{self, Format};
+use super::objective::results::BufferedGradients;
+use super::one_pass::{self, Format, OnePass, OnePassRequest, Pass};
 use super::operands::dtype::Accumulator;
-use super::products::multiplier::{Tiles, Vectors};
+use super::products::multiplier::{Multiplier, Tiles, Vectors};
 use super::tiles::unit::TileUnit;
-use super::two_pass::{self, FirstProduct};
+use super::two_pass::{self, FirstProduct, LogitTiles};
 use super::vector::simd::Isa;
 use crate::backend::objective::{ScoreTask, TargetKind, Task};
 use crate::backend::operands::{Operands, Precision, Sizes};
@@ -145,8 +147,8 @@ fn tile_rows<F: Accumulator>(tiles: impl Format<F>, operands: &Operands, task: &
 }
 
 /// A multiplier that serves one pass and two passes.
-pub(crate) trait Products<F: Accumulator>: Format<F> + FirstProduct<F> {}
-impl<F: Accumulator, X: Format<F> + FirstProduct<F>> Products<F> for X {}
+pub(crate) trait Products<F: Accumulator>: Format<F> + FirstProduct<F> + 'static {}
+impl<F: Accumulator, X: Format<F> + FirstProduct<F> + 'static> Products<F> for X {}
 
 /// A type of computation on vectors, and perhaps on a tile unit.
 pub(crate) trait Served: Accumulator {
@@ -173,27 +175,45 @@ impl Served for f64 {
     }
 }
 
-/// Returns the multiplier on the tile unit that the plan is made for; `None` if it is made for vectors.
-pub(super) fn planned_tiles<F: Served>(Planned { operands, plan, .. }: &Planned) -> Result<Option<F::Tiles>> {
-    let (unit, isa) = (TileUnit::detected()?, Isa::detected()?);
-    let unit = unit.filter(|_| Kernels::WITH_TILES.contains(&plan.kernels));
-    let dtype = operands.contexts.dtype();
-    Ok(unit.and_then(|unit| F::tiles(Tiles { unit, isa, dtype })))
+/// Returns what the plan is made for: a tile unit, or vectors.
+pub(super) fn multiplier(Planned { operands, plan, .. }: &Planned) -> Result<Multiplier> {
+    let (unit, isa, dtype) = (TileUnit::detected()?, Isa::detected()?, operands.contexts.dtype());
+    Ok(match unit.filter(|_| Kernels::WITH_TILES.contains(&plan.kernels)) {
+        Some(unit) => Tiles { unit, isa, dtype }.into(),
+        None => Vectors { isa, copies_rows: operands.copies_rows() }.into(),
+    })
 }
 
-/// Computes with the multiplier that the plan is made for: a tile unit's, or vectors'.
+/// Evaluates `$compute` with `$products` as the products of a multiplier.
 macro_rules! with_products {
-    ($type:ty, $planned:expr, $products:ident => $compute:expr) => {
-        match $crate::backend::cpu::plan::planned_tiles::<$type>($planned)? {
+    ($F:ident, $multiplier:expr, $products:ident => $compute:expr) => {
+        match $multiplier.tiles.and_then($F::tiles) {
             Some($products) => $compute,
             None => {
-                let $products = $crate::backend::cpu::products::multiplier::Vectors {
-                    isa: $crate::backend::cpu::vector::simd::Isa::detected()?,
-                    copies_rows: $planned.operands.copies_rows(),
-                };
+                let $products = $multiplier.vectors;
                 $compute
             }
         }
     };
 }
-pub(super) use with_products;
+
+/// Returns the first product in two passes.
+pub(super) fn logit_tiles<F: Served>(multiplier: Multiplier) -> Box<dyn LogitTiles<F>> {
+    with_products!(F, multiplier, products => Box::new(products))
+}
+
+/// Makes the state of one pass.
+pub(super) fn one_pass<'a, F: Served>(
+    multiplier: Multiplier,
+    inputs: Inputs<'a, F>,
+    request: OnePassRequest<'a, F>,
+    gradients: BufferedGradients<F>,
+    planned: &Planned,
+) -> Box<dyn Pass<'a, F> + 'a> {
+    with_products!(F, multiplier, products => Box::new(OnePass::new(products, inputs, request, gradients, planned)))
+}
+
+/// Returns whether the products can write a gradient that is rounded.
+pub(super) fn rounds_gradients<F: Served>(multiplier: Multiplier) -> bool {
+    with_products!(F, multiplier, products => Format::<F>::rounds_gradients(products))
+}

@@ -13,7 +13,7 @@ use super::objective::results::{BufferedGradients, WeightBuffer};
 use super::objective::targets::Targets;
 use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::with_accumulator;
-use super::plan::{computation, with_products, Served};
+use super::plan::{computation, multiplier, Served};
 use super::products::multiplier::{Tiles, Vectors};
 use super::tiles::unit::TileUnit;
 use super::vector::simd::Isa;
@@ -122,7 +122,7 @@ impl Case {
     fn run<F: Served>(&self, computation: Computation) -> Result<LossResults> {
         let (operands, objective) = self.operands()?;
         let planned = with_computation(self.plan(&operands, &objective)?, computation);
-        with_products!(F, &planned, products => loss::<F, _>(products, &planned, &objective))
+        loss::<F>(multiplier(&planned)?, &planned, &objective)
     }
 
     /// Checks that both computations agree.
@@ -164,18 +164,18 @@ impl Case {
         let isa = Isa::detected()?;
         let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
         for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
-            let (tiles, vectors) =
-                (Tiles { unit, isa, dtype: self.dtype }, Vectors { isa, copies_rows: operands.copies_rows() });
+            let tiles = Tiles { unit, isa, dtype: self.dtype }.into();
+            let vectors = Vectors { isa, copies_rows: operands.copies_rows() }.into();
             let computations = [(Computation::OnePass, TILE_TOLERANCE), (Computation::TwoPasses, tolerance)];
             for (computation, gradients) in computations {
                 let planned = with_computation(self.plan(&operands, &objective)?, computation);
-                let expected = loss::<f32, _>(vectors, &planned, &objective)?;
-                let found = loss::<f32, _>(tiles, &planned, &objective)?;
+                let expected = loss::<f32>(vectors, &planned, &objective)?;
+                let found = loss::<f32>(tiles, &planned, &objective)?;
                 self.compare(flat(&found)?, flat(&expected)?, Tolerances { losses: tolerance, gradients });
             }
             let planned = cpu::plan(&operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
-            let expected = log_probs::<f32, f32, _>(vectors, &planned)?;
-            let found = log_probs::<f32, f32, _>(tiles, &planned)?;
+            let expected = log_probs::<f32, f32>(vectors, &planned)?;
+            let found = log_probs::<f32, f32>(tiles, &planned)?;
             let tolerances = Tolerances { losses: tolerance, gradients: tolerance };
             self.compare(vec![("nll", values(&found)?)], vec![("nll", values(&expected)?)], tolerances);
         }
@@ -393,7 +393,7 @@ fn results_of_tiles_do_not_depend_on_the_number_of_threads() -> Result<()> {
             let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
             let (operands, objective) = case.operands()?;
             let planned = case.plan(&operands, &objective)?;
-            flat(&loss::<f32, _>(Tiles { unit, isa, dtype: DType::BF16 }, &planned, &objective)?)
+            flat(&loss::<f32>(Tiles { unit, isa, dtype: DType::BF16 }.into(), &planned, &objective)?)
         })
     };
     let one = with_threads(1)?;

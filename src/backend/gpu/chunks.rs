@@ -188,7 +188,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         let row_count = owners.len() * self.inputs.sizes.components;
         let row_values = largest.iter_mut().zip(log_sums).zip(target_logits).take(row_count);
         let shared = row_values.map(|((largest, log_sum), target_logit)| SharedRow { largest, log_sum, target_logit });
-        join(shard, owners, shared)?;
+        join(shard, owners, shared.collect())?;
         Ok(self.row_values.tensor.slice_set(&Tensor::from_vec(values, 3 * rows, device)?, 0, 0)?)
     }
 

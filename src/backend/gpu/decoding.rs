@@ -6,7 +6,7 @@ use super::chunks::Chunks;
 use super::device::{Buffer, Gpu};
 use super::log_probs::log_probs;
 use super::plan::plan;
-use crate::backend::distribution::{Computed, Visit};
+use crate::backend::distribution::{answers, read_positions, Computed, Reader};
 use crate::backend::objective::Task;
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::plan::Planned;
@@ -20,7 +20,9 @@ const MAX_K_ON_DEVICE: usize = 64;
 /// otherwise on the host.
 pub(in crate::backend) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
     if k > MAX_K_ON_DEVICE {
-        return tensors(&visit(gpu, operands, &TopKQuery { k })?, k, DType::F32, operands.device());
+        let positions = operands.sizes.positions;
+        let found = answers(&TopKQuery { k }, positions, |reader| visit(gpu, operands, reader))?;
+        return tensors(&found, k, DType::F32, operands.device());
     }
     let (ids, log_probs) = ranked(gpu, &plan(gpu, operands, Task::TopK { k }, None)?, k)?;
     // Reading back synchronizes. A NaN is ranked first.
@@ -45,15 +47,16 @@ pub(super) fn ranked<G: Gpu>(gpu: &G, planned: &Planned, k: usize) -> Result<(Te
     Ok((shaped(ids)?, shaped(log_probs)?))
 }
 
-/// Reads the log-probabilities of all ids, and answers the query on the host.
-pub(in crate::backend) fn visit<G: Gpu, V: Visit>(gpu: &G, operands: &Operands, visit: &V) -> Result<Vec<V::Output>> {
+/// Reads the log-probabilities of all ids on the host, where a query reads them.
+pub(in crate::backend) fn visit<G: Gpu>(gpu: &G, operands: &Operands, reader: &dyn Reader) -> Result<()> {
     let planned = plan(gpu, operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
     let log_probs = log_probs(gpu, &planned, DType::F32)?.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
-    let offsets = if visit.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };
-    let answer = |(position, row): (usize, &Vec<f32>)| {
-        visit.visit(position, &Computed::new(row).with_logit_offset(offsets.get(position).copied()))
-    };
-    V::answers(log_probs.iter().enumerate(), answer)
+    let offsets = if reader.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };
+    read_positions(0..log_probs.len(), &|position| {
+        let row: Vec<f64> = log_probs[position].iter().map(|&x| x.into()).collect();
+        let offset = offsets.get(position).map(|&offset| offset.into());
+        reader.read(position, &Computed::new(&row).with_logit_offset(offset))
+    })
 }
 
 /// Computes the log-sum-exp of each position's logits, which the kernels do not return: the logit of its most probable id,

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::tensors::autograd;
 use crate::tensors::checks::{check_elements, check_float, check_product, check_sizes};
 use crate::tensors::initial_values::linear_init;
-use crate::tensors::permutation::inverse;
+use crate::tensors::permutation::{inverse, sorted};
 pub use config::CharCnnConfig;
 use network::Parameters;
 use spelling::Alphabet;
@@ -271,8 +271,7 @@ struct SpellingGroups {
 impl SpellingGroups {
     /// Sorts the entries, and begins a new group wherever the next entry would exceed the budget.
     fn new(config: &CharCnnConfig, spellings: &[Vec<u32>], number_bytes: usize) -> Self {
-        let mut order: Vec<u32> = (0..spellings.len() as u32).collect();
-        order.sort_by_key(|&entry| spellings[entry as usize].len());
+        let order = sorted(spellings.len(), &|a, b| spellings[a].len().cmp(&spellings[b].len()));
         let (mut sizes, mut size) = (Vec::new(), 0);
         for &entry in &order {
             let length = spellings[entry as usize].len();

@@ -11,7 +11,6 @@ mod request;
 use candle_core::{DType, Tensor};
 
 use crate::backend::distribution::{Computed, Distribution, Visit, TASK_TILES, TILE};
-use crate::backend::operands::Real;
 use crate::backend::parallel;
 use crate::backend::ranking::top_k;
 use crate::error::{Error, Result};
@@ -111,7 +110,7 @@ impl Visit for NextTokenQuery<'_> {
         self.requests.iter().any(|request| request.constraints.need_logits())
     }
 
-    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<NextToken> {
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<NextToken> {
         let (log_probs, offset) = AllLogProbsQuery.visit(position, distribution)?;
         self.answer(position, &log_probs, offset)
     }
@@ -127,9 +126,9 @@ impl Visit for AllLogProbsQuery {
         true
     }
 
-    fn visit<F: Real>(&self, position: usize, distribution: &dyn Distribution<F>) -> Result<Self::Output> {
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<Self::Output> {
         distribution.check(position)?;
-        Ok((read_all_ids(distribution), distribution.logit_offset().map_or(0.0, Real::f64)))
+        Ok((read_all_ids(distribution), distribution.logit_offset().unwrap_or(0.0)))
     }
 }
 
@@ -177,13 +176,13 @@ fn check_changed_logits(z: &[f64], position: usize) -> Result<()> {
 }
 
 /// Reads the log-probabilities of all ids, tile by tile.
-fn read_all_ids<F: Real>(distribution: &dyn Distribution<F>) -> Vec<f64> {
+fn read_all_ids(distribution: &dyn Distribution) -> Vec<f64> {
     let mut log_probs = vec![0.0; distribution.vocab()];
     let tasks = log_probs.chunks_mut(TASK_TILES * TILE).enumerate();
     parallel::for_each_with(tasks, Vec::new, |buffer, (task, to)| {
         for (tile, to) in (task * TASK_TILES..).zip(to.chunks_mut(TILE)) {
-            let from = distribution.tile(tile, F::neg_infinity(), buffer);
-            to.iter_mut().zip(from).for_each(|(to, from)| *to = from.f64());
+            let from = distribution.tile(tile, f64::NEG_INFINITY, buffer);
+            to.copy_from_slice(from);
         }
     });
     log_probs

@@ -132,10 +132,12 @@ impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
         let Sweep(DivergenceRow { student, teacher, power, scale }, term) = self;
         let zero = v.splat(F::zero());
         let is_tempered = power != F::one();
-        let norms =
-            if is_tempered { [log_norm(v, student, power), log_norm(v, teacher, power)] } else { [F::zero(); 2] };
-        let power_register = v.splat(power);
-        let [norm_q, norm_t] = norms.map(|norm| v.splat(norm));
+        let (norm_q, norm_t) = if is_tempered {
+            (log_norm(v, student, power), log_norm(v, teacher, power))
+        } else {
+            (F::zero(), F::zero())
+        };
+        let (power_register, norm_q, norm_t) = (v.splat(power), v.splat(norm_q), v.splat(norm_t));
         let tempered =
             |log_q, log_t| (v.sub(v.mul(log_q, power_register), norm_q), v.sub(v.mul(log_t, power_register), norm_t));
         let (mut value, mut slope) = (zero, zero);
@@ -178,7 +180,7 @@ fn map_student<F: Float, V: Vector<F>>(
     let mut padded = [[F::neg_infinity(); ROW_ALIGN]; 2];
     padded[0][..rest.len()].copy_from_slice(rest);
     padded[1][..rest.len()].copy_from_slice(teacher_rest);
-    let last = padded.each_ref().map(|row| V::registers(row)[0]);
+    let last = [V::registers(&padded[0])[0], V::registers(&padded[1])[0]];
     // The function is called in one place, so that it becomes part of the kernel and has its target features.
     for i in 0..student.len() + usize::from(!rest.is_empty()) {
         let [q, t] = if i < student.len() { [student[i], teacher[i]] } else { last };
@@ -196,12 +198,21 @@ fn log_norm<F: Float, V: Vector<F>>(v: V, log_probs: &[F], power: F) -> F {
     let (registers, rest) = V::split(log_probs);
     let mut padded = [F::neg_infinity(); ROW_ALIGN];
     padded[..rest.len()].copy_from_slice(rest);
-    let all = || registers.iter().chain(&V::registers(&padded)[..1]);
+    // Loops, because the closure of a chain's `for_each` would be compiled without the target features of the kernel.
+    let all = [registers, &V::registers(&padded)[..1]];
     let mut largest = v.splat(F::neg_infinity());
-    all().for_each(|&x| largest = v.max(largest, x));
+    for registers in all {
+        for &x in registers {
+            largest = v.max(largest, x);
+        }
+    }
     let largest = v.largest(largest) * power;
     let (reference, power) = (v.splat(largest), v.splat(power));
     let mut sum = v.splat(F::zero());
-    all().for_each(|&x| sum = v.add(sum, exp(v, v.sub(v.mul(x, power), reference))));
+    for registers in all {
+        for &x in registers {
+            sum = v.add(sum, exp(v, v.sub(v.mul(x, power), reference)));
+        }
+    }
     largest + v.sum(sum).ln()
 }

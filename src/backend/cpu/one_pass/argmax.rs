@@ -147,8 +147,8 @@ impl<F: Accumulator, X: Format<F>> ArgmaxSearch<'_, F, X> {
         if self.inputs.sizes.components == 1 {
             return self.is_beaten_in_one_component(leader, buffers);
         }
-        let tiles = 0..self.first_product.layout.tiles();
-        let mut bounds: Vec<(f64, usize)> = tiles.map(|tile| (0.0, tile)).collect();
+        let tiles = 0..self.first_product.layout.tiles() as u32;
+        let mut bounds: Vec<(f64, u32)> = tiles.map(|tile| (0.0, tile)).collect();
         for k in 0..self.inputs.sizes.components {
             let (largest, log_scale) = (leader.scales.largest[k], leader.scales.log_scale[k]);
             for ((bound, _), tile_largest) in bounds.iter_mut().zip(self.tile_largest(leader.row + k)) {
@@ -162,7 +162,7 @@ impl<F: Accumulator, X: Format<F>> ArgmaxSearch<'_, F, X> {
         }
         bounds.sort_unstable_by(order);
         self.pack(leader, buffers);
-        bounds.into_iter().any(|(_, tile)| self.is_beaten_in_tile(tile, leader, buffers))
+        bounds.into_iter().any(|(_, tile)| self.is_beaten_in_tile(tile as usize, leader, buffers))
     }
 
     /// As [`Self::is_beaten`], for a single component, whose logits have the order of the probabilities.

@@ -204,7 +204,7 @@ pub(super) struct SegmentSums<F> {
     /// `[tiles, width]`: each row's largest logit in each tile, without the listed ids, if it is requested
     pub(super) tile_largest: Vec<F>,
     /// The largest logits of each row, if they are requested
-    pub(super) top_logits: Option<TopLogits<F>>,
+    pub(super) top_logits: Option<TopLogits>,
     /// The logits of the listed ids in this segment, with the entries that they belong to.
     pub(super) listed_logits: Vec<(usize, F)>,
 }
@@ -270,8 +270,8 @@ impl<'a, F: Float> FirstProductResults<'a, F> {
         let mut logits = own_logits;
         // A logit that no segment has belongs to another rank.
         logits.resize(ids.entries(), F::neg_infinity());
-        for &(entry, z) in segments.iter().flat_map(|sums| &sums.listed_logits) {
-            logits[entry] = z;
+        for sums in &segments {
+            sums.listed_logits.iter().for_each(|&(entry, z)| logits[entry] = z);
         }
         let rows = panels.last().map_or(0, |panel| panel.first + panel.rows);
         let mut results = FirstProductResults { layout, panels, ids, segments, logits, sums: vec![] };
@@ -288,11 +288,12 @@ impl<'a, F: Float> FirstProductResults<'a, F> {
     }
 
     /// Returns the rows for the ranks to join. Their listed ids are targets.
-    pub(super) fn shared_rows(&mut self) -> impl Iterator<Item = SharedRow<'_, F>> {
-        self.sums.iter_mut().zip(&mut self.logits).map(|(sums, target_logit)| {
+    pub(super) fn shared_rows<'r>(&'r mut self) -> Vec<SharedRow<'r, F>> {
+        let shared = |(sums, target_logit): (&'r mut RowSums<F>, _)| {
             let LogSumExp { largest, log_sum } = &mut sums.lse;
             SharedRow { largest, log_sum, target_logit }
-        })
+        };
+        self.sums.iter_mut().zip(&mut self.logits).map(shared).collect()
     }
 
     /// Returns the log-sum-exp of a row.

@@ -93,7 +93,9 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
         let pieces = self.pieces(exponentials, products);
         let run_piece = |buffers: &mut _, piece: Piece<'_, _, _>| self.run_piece(piece, packed, buffers);
         let sums = parallel::map_with(pieces, Default::default, run_piece);
-        sums.into_iter().flatten().collect()
+        let mut all = Vec::with_capacity(self.panels.len() * self.layout.segments());
+        sums.into_iter().for_each(|sums| all.extend(sums));
+        all
     }
 
     /// Cuts the chunk into pieces of one segment and as many panels as pass through a tile together, and gives each its
@@ -106,13 +108,13 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
         let (layout, panels) = (self.layout, self.panels);
         let mut products = products.chunks_exact_mut(layout.panel_rows * layout.padded(self.inputs.sizes.context_dim));
         let together = layout.panels_at_a_time(panels.len(), self.format.most_panels());
-        let mut pieces: Vec<Piece<'_, F, X::Exponential>> = (0..layout.segments())
-            .flat_map(|segment| panels.chunks(together).map(move |panels| (segment, panels)))
-            .map(|(segment, panels)| {
+        let mut pieces = Vec::new();
+        for segment in 0..layout.segments() {
+            for panels in panels.chunks(together) {
                 let products = panels.iter().map(|_| products.next().unwrap_or_default()).collect();
-                Piece { segment, panels, exponentials: vec![], products }
-            })
-            .collect();
+                pieces.push(Piece { segment, panels, exponentials: vec![], products });
+            }
+        }
         let columns: usize = panels.iter().map(|panel| panel.width).sum();
         let tiles = exponentials.chunks_mut(layout.padded(layout.tile_ids) * columns).take(layout.tiles());
         for (tile, exponentials) in tiles.enumerate() {

@@ -91,7 +91,7 @@ pub(super) fn workspace<F: Accumulator, X: Format<F>>(format: X, sizes: Sizes, t
     } else {
         (0, 0)
     };
-    let top_k_bytes = if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes::<F>(k) } else { 0 };
+    let top_k_bytes = if let Task::TopK { k } = *task { layout.segments() * top_logits::row_bytes(k) } else { 0 };
     // All panels but the last are full.
     let piece_bytes = (layout.extra_pieces() + 1) * panel * (product_bytes + scaled_bytes);
     // The contexts exist packed and gathered.
@@ -158,16 +158,35 @@ pub(super) struct OnePass<'a, F: Accumulator, X: Format<F>> {
     inputs: Inputs<'a, F>,
     request: OnePassRequest<'a, F>,
     /// The ranks that share the vocabulary, if there are any.
-    pub(super) ranks: Option<Ranks<'a, F>>,
+    ranks: Option<Ranks<'a, F>>,
     layout: Layout,
     /// `[positions]`
-    pub(super) losses: Vec<PositionLoss>,
-    pub(super) gradients: BufferedGradients<F>,
+    losses: Vec<PositionLoss>,
+    gradients: BufferedGradients<F>,
 
     buffers: ChunkBuffers<F, X>,
     /// `[rows, d]`: the contexts, unless they are stored in this form
     gathered: Vec<F>,
     chunk: Chunk<'a, F>,
+}
+
+/// The state of a pass, whatever multiplies. What uses it is compiled once for all multipliers.
+pub(super) trait Pass<'a, F: Accumulator>: Steps {
+    /// Returns the `k` most probable ids of each of the chunk's positions and their log-probabilities, in descending
+    /// order.
+    fn most_probable(&self, k: usize) -> Result<Vec<Vec<(f64, u32)>>>;
+
+    /// Returns whether each candidate of the chunk's positions is the argmax, `[positions, n]`, if that is requested.
+    fn are_argmax(&self, candidates: &Candidates) -> Vec<u8>;
+
+    /// Returns the scores of the chunk's positions, `[positions, n + 2]`.
+    fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<F>;
+
+    /// Computes the loss of each of the chunk's positions over these targets, and its rows.
+    fn objective_rows(&mut self, targets: &Targets<F>);
+
+    /// Returns the losses `[positions]`, the gradients, and the ranks that may still sum those of the contexts.
+    fn finish(self: Box<Self>) -> (Vec<PositionLoss>, BufferedGradients<F>, Option<Ranks<'a, F>>);
 }
 
 /// The present chunk.
@@ -224,62 +243,6 @@ impl<'a, F: Accumulator, X: Format<F>> OnePass<'a, F, X> {
         }
     }
 
-    /// Returns the `k` most probable ids of each of the chunk's positions and their log-probabilities, in descending
-    /// order.
-    pub(super) fn most_probable(&self, k: usize) -> Result<Vec<Vec<(f64, u32)>>> {
-        let Some(first_product) = &self.chunk.first_product else { return Ok(vec![]) };
-        let rank_position = |(row, &position): (usize, &usize)| {
-            let (lse, log_prior) = (first_product.lse(row), self.inputs.log_priors[position]);
-            if let Some(defect) = defect_of(std::iter::once((lse, log_prior))) {
-                return Err(defect.at(position));
-            }
-            let log_scale = log_prior - lse.log_sum;
-            let segments = first_product.row_segments(row);
-            let top_logits = segments.filter_map(|(sums, r)| sums.top_logits.as_ref().map(|top| top.row(r)));
-            let mut ranked: Vec<_> = top_logits.flatten().copied().collect();
-            ranked.sort_unstable_by(order);
-            ranked.truncate(k);
-            Ok(ranked.into_iter().map(|(z, id)| ((z - lse.largest + log_scale).f64(), id)).collect())
-        };
-        self.chunk.positions.iter().enumerate().map(rank_position).collect()
-    }
-
-    /// Returns whether each candidate of the chunk's positions is the argmax, `[positions, n]`, if that is requested.
-    pub(super) fn are_argmax(&self, candidates: &Candidates) -> Vec<u8> {
-        let compare_position = |(&argmax, &t): (&Option<usize>, &usize)| {
-            candidates.places(t).iter().map(move |&place| u8::from(argmax == Some(place)))
-        };
-        self.chunk.argmax.iter().zip(&self.chunk.positions).flat_map(compare_position).collect()
-    }
-
-    /// Returns the scores of the chunk's positions, `[positions, n + 2]`.
-    pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<F> {
-        let Chunk { positions, first_product, .. } = &self.chunk;
-        let Some(first_product) = first_product else { return vec![] };
-        SummedChunk { inputs: &self.inputs, positions, first_product }.scores(candidates, scored)
-    }
-
-    /// Computes the loss of each of the chunk's positions over these targets, and its rows.
-    pub(super) fn objective_rows(&mut self, targets: &Targets<F>) {
-        let components = self.inputs.sizes.components;
-        let Chunk { positions, first_product, argmax, rows, segment_factors } = &mut self.chunk;
-        let Some(first_product) = first_product else { return };
-        let losses;
-        (losses, *rows) = SummedChunk { inputs: &self.inputs, positions, first_product }.objective(targets);
-        if self.gradients.are_needed {
-            *segment_factors = self::segment_factors(first_product, rows);
-        }
-        let by_position = positions.iter().zip(losses).zip(rows.rows.chunks_exact(components));
-        for (i, ((&t, loss), rows)) in by_position.enumerate() {
-            let is_correct = argmax.get(i) == Some(&Some(0));
-            self.losses[t] = PositionLoss { is_correct, ..loss };
-            if self.gradients.are_needed {
-                let gradients = &mut self.gradients.log_priors[t * components..][..components];
-                gradients.iter_mut().zip(rows).for_each(|(gradient, row)| *gradient = row.log_prior);
-            }
-        }
-    }
-
     /// Returns the bytes of the large buffers.
     #[cfg(test)]
     pub(super) fn allocated(&self) -> usize {
@@ -305,6 +268,64 @@ impl<'a, F: Accumulator, X: Format<F>> OnePass<'a, F, X> {
         let owner = |&t: &usize| targets.id(t).map(|id| ranks.shard.owner(id));
         let owners: Vec<_> = positions.iter().map(owner).collect();
         join(ranks.shard, &owners, first_product.shared_rows())
+    }
+}
+
+impl<'a, F: Accumulator, X: Format<F>> Pass<'a, F> for OnePass<'a, F, X> {
+    fn most_probable(&self, k: usize) -> Result<Vec<Vec<(f64, u32)>>> {
+        let Some(first_product) = &self.chunk.first_product else { return Ok(vec![]) };
+        let rank_position = |(row, &position): (usize, &usize)| {
+            let (lse, log_prior) = (first_product.lse(row), self.inputs.log_priors[position]);
+            if let Some(defect) = defect_of(std::iter::once((lse, log_prior))) {
+                return Err(defect.at(position));
+            }
+            let log_scale = log_prior - lse.log_sum;
+            let mut ranked = Vec::new();
+            for (sums, r) in first_product.row_segments(row) {
+                ranked.extend_from_slice(sums.top_logits.as_ref().map_or(&[], |top| top.row(r)));
+            }
+            ranked.sort_unstable_by(order);
+            ranked.truncate(k);
+            Ok(ranked.into_iter().map(|(z, id)| ((F::from_f64(z) - lse.largest + log_scale).f64(), id)).collect())
+        };
+        self.chunk.positions.iter().enumerate().map(rank_position).collect()
+    }
+
+    fn are_argmax(&self, candidates: &Candidates) -> Vec<u8> {
+        let compare_position = |(&argmax, &t): (&Option<usize>, &usize)| {
+            candidates.places(t).iter().map(move |&place| u8::from(argmax == Some(place)))
+        };
+        self.chunk.argmax.iter().zip(&self.chunk.positions).flat_map(compare_position).collect()
+    }
+
+    fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<F> {
+        let Chunk { positions, first_product, .. } = &self.chunk;
+        let Some(first_product) = first_product else { return vec![] };
+        SummedChunk { inputs: &self.inputs, positions, first_product }.scores(candidates, scored)
+    }
+
+    fn objective_rows(&mut self, targets: &Targets<F>) {
+        let components = self.inputs.sizes.components;
+        let Chunk { positions, first_product, argmax, rows, segment_factors } = &mut self.chunk;
+        let Some(first_product) = first_product else { return };
+        let losses;
+        (losses, *rows) = SummedChunk { inputs: &self.inputs, positions, first_product }.objective(targets);
+        if self.gradients.are_needed {
+            *segment_factors = self::segment_factors(first_product, rows);
+        }
+        let by_position = positions.iter().zip(losses).zip(rows.rows.chunks_exact(components));
+        for (i, ((&t, loss), rows)) in by_position.enumerate() {
+            let is_correct = argmax.get(i) == Some(&Some(0));
+            self.losses[t] = PositionLoss { is_correct, ..loss };
+            if self.gradients.are_needed {
+                let gradients = &mut self.gradients.log_priors[t * components..][..components];
+                gradients.iter_mut().zip(rows).for_each(|(gradient, row)| *gradient = row.log_prior);
+            }
+        }
+    }
+
+    fn finish(self: Box<Self>) -> (Vec<PositionLoss>, BufferedGradients<F>, Option<Ranks<'a, F>>) {
+        (self.losses, self.gradients, self.ranks)
     }
 }
 
@@ -378,8 +399,12 @@ impl<F: Accumulator, X: Format<F>> Steps for OnePass<'_, F, X> {
         let (Some(&first), Some(first_product)) = (positions.first(), first_product) else { return Ok(()) };
         let mut positions = positions.iter().copied().peekable();
         let by_position = self.gradients.contexts[first * components * d..].chunks_exact_mut(components * d);
-        let to = (first..).zip(by_position).filter(|(t, _)| positions.next_if_eq(t).is_some());
-        let to = to.flat_map(|(_, rows)| rows.chunks_exact_mut(d)).take(rows.rows.len()).collect();
+        let mut to = Vec::with_capacity(rows.rows.len());
+        for (t, rows) in (first..).zip(by_position) {
+            if positions.next_if_eq(&t).is_some() {
+                to.extend(rows.chunks_exact_mut(d));
+            }
+        }
         let gradient = ContextGradient { inputs: &self.inputs, first_product, rows, factors: segment_factors };
         gradient.compute(&mut self.buffers.products, to);
         if let Some(ranks) = &mut self.ranks {

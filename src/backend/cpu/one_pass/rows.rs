@@ -210,8 +210,13 @@ impl<F: Accumulator> SummedChunk<'_, '_, F> {
         let state = || Components::new(components);
         let position = |state: &mut _, (i, entries): (usize, &mut [_])| self.position(targets, i, entries, state);
         let found = parallel::map_with(by_position.into_iter().enumerate(), state, position);
-        let (losses, rows): (Vec<_>, Vec<_>) = found.into_iter().unzip();
-        (losses, ChunkRows { rows: rows.into_iter().flatten().collect(), entries })
+        let (mut losses, mut all_rows) =
+            (Vec::with_capacity(found.len()), Vec::with_capacity(components * found.len()));
+        for (loss, rows) in found {
+            losses.push(loss);
+            all_rows.extend(rows);
+        }
+        (losses, ChunkRows { rows: all_rows, entries })
     }
 
     /// Computes the loss of the `i`-th position and its rows, whose entries it writes.

@@ -8,7 +8,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::Panel;
-use crate::backend::cpu::vector::simd::Float;
 use crate::backend::operands::Real;
 use crate::backend::ranking::{Ranked, Ranking};
 
@@ -36,13 +35,13 @@ impl Floors {
 }
 
 /// The largest logits of a panel's rows in a segment, and their ids.
-pub(super) struct TopLogits<F> {
+pub(super) struct TopLogits {
     panel: Panel,
     /// `[rows]`
-    rows: Vec<Ranking<F>>,
+    rows: Vec<Ranking>,
 }
 
-impl<F: Float> TopLogits<F> {
+impl TopLogits {
     /// Starts without logits; collects the `n` largest of each row.
     pub(super) fn new(n: usize, panel: Panel) -> Self {
         let rows = (0..panel.rows).map(|_| Ranking::new(n)).collect();
@@ -50,31 +49,32 @@ impl<F: Float> TopLogits<F> {
     }
 
     /// Adds a tile of logits `[ids, width]`, of which each row's largest is in `largest`, `[width]`.
-    pub(super) fn add(&mut self, ids: &Range<usize>, tile: &[F], largest: &[F], floors: &Floors) {
+    pub(super) fn add<F: Real>(&mut self, ids: &Range<usize>, tile: &[F], largest: &[F], floors: &Floors) {
         for (row, (ranking, &largest)) in self.rows.iter_mut().zip(largest).enumerate() {
             // If logits are equal, another segment may have the lower id.
-            let floor = F::from_f64(floors.at(self.panel.first + row));
+            let (floor, largest) = (floors.at(self.panel.first + row), largest.f64());
             if largest < floor || !ranking.has_place(largest) {
                 continue;
             }
-            for (id, &z) in ids.clone().zip(tile.iter().skip(row).step_by(self.panel.width)) {
+            for (id, z) in ids.clone().zip(tile.iter().skip(row).step_by(self.panel.width)) {
+                let z = z.f64();
                 if z >= floor && ranking.has_place(z) {
                     ranking.push(id as u32, z);
                 }
             }
             if let Some(floor) = ranking.settle() {
-                floors.raise(self.panel.first + row, Real::f64(floor));
+                floors.raise(self.panel.first + row, floor);
             }
         }
     }
 
     /// Returns the largest logits of a row, in no order, perhaps with others.
-    pub(super) fn row(&self, row: usize) -> &[Ranked<F>] {
+    pub(super) fn row(&self, row: usize) -> &[Ranked] {
         self.rows[row].entries()
     }
 }
 
 /// Returns the bytes that the `n` largest logits of a row take.
-pub(super) fn row_bytes<F: Float>(n: usize) -> usize {
-    size_of::<Ranking<F>>() + Ranking::<F>::capacity(n) * size_of::<Ranked<F>>()
+pub(super) fn row_bytes(n: usize) -> usize {
+    size_of::<Ranking>() + Ranking::capacity(n) * size_of::<Ranked>()
 }

@@ -44,9 +44,15 @@ fn transpose_block<T: Copy, F: Copy>(
         return;
     }
     // The compiler turns this form into shuffles.
-    let rows: [&[T]; IN_REGISTERS] = std::array::from_fn(|r| &block[r * width..][columns.clone()][..IN_REGISTERS]);
+    let mut rows: [&[T]; IN_REGISTERS] = [&[]; IN_REGISTERS];
+    for (r, row) in rows.iter_mut().enumerate() {
+        *row = &block[r * width..][columns.clone()][..IN_REGISTERS];
+    }
     for c in 0..IN_REGISTERS {
-        let column: [F; IN_REGISTERS] = std::array::from_fn(|r| convert(rows[r][c]));
+        let mut column = [convert(rows[0][c]); IN_REGISTERS];
+        for r in 1..IN_REGISTERS {
+            column[r] = convert(rows[r][c]);
+        }
         to[c * stride..][..IN_REGISTERS].copy_from_slice(&column);
     }
 }

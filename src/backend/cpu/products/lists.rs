@@ -1,14 +1,18 @@
 //! The products of contexts with the decoder's rows of a few ids each, the ids of its list, and their gradients. No
 //! other row is read or written.
 
-use candle_core::{Device, Tensor};
+use std::sync::Mutex;
+
+use candle_core::{DType, Device, Tensor};
 use num_traits::Zero;
 use rayon::prelude::*;
 
 use super::gemv::dots;
-use crate::backend::cpu::locked_weight::QuantisedValues;
-use crate::backend::cpu::operands::decoder::DecoderMatrix;
-use crate::backend::cpu::operands::dtype::{locked, with_slice, with_type, Element};
+use crate::backend::cpu::locked_weight::locked_weight;
+use crate::backend::cpu::operands::decoder::{DecoderMatrix, MatrixValues};
+use crate::backend::cpu::operands::dtype::{
+    locked, with_accumulator, with_slice, with_values, Accumulator, Element, Stored,
+};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::parallel;
 use crate::backend::weight::Weight;
@@ -18,23 +22,7 @@ use crate::tensors::id_lists::IdLists;
 /// Computes the products of each context `[positions, d]` with the rows of its list, `[positions, longest]`; zero
 /// beyond the end of a list.
 pub(crate) fn list_products(contexts: &Tensor, matrix: &Weight, lists: &IdLists) -> Result<Tensor> {
-    with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
-        let (d, n) = (matrix.width, lists.longest());
-        let mut values = vec![<T as Element>::Acc::zero(); lists.len() * n];
-        let multiply_position = |(wide, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [_])| {
-            let (context, ids) = (widened(&contexts[t * d..][..d], wide), lists.list(t));
-            let to = &mut to[..ids.len()];
-            match matrix.values {
-                ListedValues::Rows(values) => {
-                    dispatch(isa, ListDots { context, rows: &stored_rows(values, d, ids), to })
-                }
-                _ => dispatch(isa, ListDots { context, rows: &copied_rows(&matrix, ids, rows), to }),
-            }
-        };
-        // If all lists are empty, `n` is zero and there are no chunks.
-        parallel::for_each_with(values.chunks_mut(n.max(1)).enumerate(), Default::default, multiply_position);
-        Ok(Tensor::from_vec(values, (lists.len(), n), &Device::Cpu)?)
-    }))
+    with_accumulator!(contexts.dtype(), F => with_operands::<F, _>(contexts, matrix, |operands| operands.products(lists)))
 }
 
 /// Computes the gradients of the contexts and of the matrix from `upstream`, that of the products: those that are
@@ -46,94 +34,196 @@ pub(crate) fn list_product_gradients(
     upstream: &Tensor,
     needed: [bool; 2],
 ) -> Result<[Option<Tensor>; 2]> {
-    let (contexts_shape, matrix_shape) = (contexts.dims(), matrix.dims());
-    with_type!(contexts.dtype(), T => with_operands(contexts, matrix, |isa, contexts: &[T], matrix| {
-        let tensor = |values: Option<Vec<T>>, shape| {
-            values.map(|values| Tensor::from_vec(values, shape, &Device::Cpu)).transpose()
-        };
-        with_slice("upstream", upstream, |upstream: &[<T as Element>::Acc]| Ok([
-            tensor(needed[0].then(|| context_gradients(isa, &matrix, lists, upstream)), contexts_shape)?,
-            tensor(needed[1].then(|| matrix_gradient(isa, contexts, &matrix, lists, upstream)), matrix_shape)?,
+    let dtype = contexts.dtype();
+    with_accumulator!(dtype, F => with_operands::<F, _>(contexts, matrix, |operands| {
+        with_slice("upstream", upstream, |upstream: &[F]| Ok([
+            needed[0].then(|| operands.context_gradients(lists, upstream, dtype)).transpose()?,
+            needed[1].then(|| operands.matrix_gradient(lists, upstream, dtype)).transpose()?,
         ]))
     }))
-}
-
-/// Computes the gradients of the contexts, `[positions, d]`.
-fn context_gradients<T: Element>(
-    isa: Isa,
-    matrix: &ListedMatrix<'_, T>,
-    lists: &IdLists,
-    upstream: &[T::Acc],
-) -> Vec<T> {
-    let (d, n) = (matrix.width, lists.longest());
-    let mut values = vec![T::zero(); lists.len() * d];
-    let add_position = |(sum, rows): &mut (Vec<_>, Vec<_>), (t, to): (usize, &mut [T])| {
-        let (ids, factors): (Vec<u32>, Vec<T::Acc>) =
-            lists.list(t).iter().zip(&upstream[t * n..]).filter(|(_, &g)| has_effect(g)).unzip();
-        sum.clear();
-        sum.resize(d, T::Acc::zero());
-        let factors = &factors[..];
-        match matrix.values {
-            ListedValues::Rows(values) => {
-                dispatch(isa, AddRows { factors, rows: &stored_rows(values, d, &ids), to: sum })
-            }
-            _ => dispatch(isa, AddRows { factors, rows: &copied_rows(matrix, &ids, rows), to: sum }),
-        }
-        to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
-    };
-    parallel::for_each_with(values.chunks_mut(d).enumerate(), Default::default, add_position);
-    values
-}
-
-/// The gradient of the product of a position's context and an id's row.
-struct ListGradient<F> {
-    id: u32,
-    position: usize,
-    gradient: F,
-}
-
-/// Computes the gradient of the matrix, `[rows of the matrix, d]`. One task sums the products of a row, in the order of
-/// the positions: the result does not depend on the number of threads.
-fn matrix_gradient<T: Element>(
-    isa: Isa,
-    contexts: &[T],
-    matrix: &ListedMatrix<'_, T>,
-    lists: &IdLists,
-    upstream: &[T::Acc],
-) -> Vec<T> {
-    let (d, n) = (matrix.width, lists.longest());
-    let list_gradients = |(position, list): (usize, _)| {
-        let gradients = std::iter::zip(list, &upstream[position * n..]).filter(|(_, &g)| has_effect(g));
-        gradients.map(move |(&id, &gradient)| ListGradient { id, position, gradient })
-    };
-    let mut entries: Vec<ListGradient<T::Acc>> = lists.iter().enumerate().flat_map(list_gradients).collect();
-    entries.par_sort_unstable_by_key(|entry| (entry.id, entry.position));
-    let groups: Vec<_> = entries.chunk_by(|a, b| a.id == b.id).collect();
-    let add_row = |sum: &mut Vec<T::Acc>, (to, entries): (&mut [T], &[ListGradient<T::Acc>])| {
-        let rows: Vec<&[T]> = entries.iter().map(|entry| &contexts[entry.position * d..][..d]).collect();
-        let factors: Vec<T::Acc> = entries.iter().map(|entry| entry.gradient).collect();
-        sum.clear();
-        sum.resize(d, T::Acc::zero());
-        dispatch(isa, AddRows { factors: &factors, rows: &rows, to: sum });
-        to.iter_mut().zip(&*sum).for_each(|(to, &sum)| *to = T::narrow(sum));
-    };
-    // The system clears these zeros on first use: the other rows cost nothing. In huge pages nearly all of them would.
-    let mut values = vec![T::zero(); matrix.rows * d];
-    let rows = rows_mut(&mut values, d, groups.iter().map(|entries| entries[0].id));
-    parallel::for_each_with(rows.into_iter().zip(groups), Vec::new, add_row);
-    values
 }
 
 /// Returns a matrix `[rows, d]` that has these values in the rows `ids`, which are in ascending order without repeats,
 /// and zeros in the other rows.
 pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
-    let d = values.dim(1)?;
-    with_type!(values.dtype(), T => with_slice("rows", values, |values: &[T]| {
-        let mut scattered = vec![Zero::zero(); rows * d];
-        let to = rows_mut(&mut scattered, d, ids.iter().copied());
-        parallel::for_each(to.into_iter().zip(values.chunks(d)), |(to, row): (&mut [T], _)| to.copy_from_slice(row));
-        Ok(Tensor::from_vec(scattered, (rows, d), &Device::Cpu)?)
-    }))
+    let (d, dtype) = (values.dim(1)?, values.dtype());
+    let values = locked("rows", values)?;
+    with_accumulator!(dtype, F => {
+        let values: Stored<'_, F> = values.stored()?;
+        written_rows(dtype, (rows, d), ids, &|write| {
+            parallel::for_each_with(0..ids.len(), Vec::new, |buffer, i| {
+                write(i, values.slice(i * d..(i + 1) * d).widened(buffer));
+            });
+        })
+    })
+}
+
+/// The operands of products with lists of rows.
+struct ListOperands<'a, F: Accumulator> {
+    isa: Isa,
+    /// `[positions, d]`
+    contexts: Stored<'a, F>,
+    /// `[rows, d]`
+    matrix: DecoderMatrix<'a, F>,
+}
+
+/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`.
+fn with_operands<F: Accumulator, R>(
+    contexts: &Tensor,
+    matrix: &Weight,
+    f: impl FnOnce(ListOperands<'_, F>) -> Result<R>,
+) -> Result<R> {
+    let (isa, (vocab, width), dense) = (Isa::detected()?, matrix.dims2()?, matrix.stored()?);
+    let (contexts, weight) = (locked("contexts", contexts)?, locked_weight(matrix, dense.as_ref(), isa)?);
+    let matrix = DecoderMatrix { values: weight.values()?, vocab, width };
+    f(ListOperands { isa, contexts: contexts.stored()?, matrix })
+}
+
+/// The gradient of the product of a position's context and an id's row.
+struct ListGradient {
+    id: u32,
+    position: u32,
+    gradient: f64,
+}
+
+impl<F: Accumulator> ListOperands<'_, F> {
+    /// Returns a context, widened in `buffer` unless it is stored so.
+    fn context<'b>(&'b self, position: usize, buffer: &'b mut Vec<F>) -> &'b [F] {
+        let d = self.matrix.width;
+        self.contexts.slice(position * d..(position + 1) * d).widened(buffer)
+    }
+
+    /// Copies the rows of some ids to `buffer`, from a matrix that is stored as its transpose or is quantised.
+    fn copied_rows<'b>(&self, ids: &[u32], buffer: &'b mut Vec<F>) -> Vec<&'b [F]> {
+        buffer.clear();
+        ids.iter().for_each(|&id| self.matrix.push_row(id as usize, buffer));
+        buffer.chunks_exact(self.matrix.width).collect()
+    }
+
+    /// Computes the products of all contexts.
+    fn products(&self, lists: &IdLists) -> Result<Tensor> {
+        let (d, n) = (self.matrix.width, lists.longest());
+        let mut values = vec![F::zero(); lists.len() * n];
+        let multiply_position = |(wide, rows): &mut (Vec<F>, Vec<F>), (t, to): (usize, &mut [F])| {
+            let (context, ids) = (self.context(t, wide), lists.list(t));
+            let to = &mut to[..ids.len()];
+            match self.matrix.values {
+                MatrixValues::Rows(values) => with_values!(values, values => {
+                    F::dispatch(self.isa, ListDots { context, rows: &stored_rows(values, d, ids), to })
+                }),
+                _ => F::dispatch(self.isa, ListDots::<F> { context, rows: &self.copied_rows(ids, rows), to }),
+            }
+        };
+        // If all lists are empty, `n` is zero and there are no chunks.
+        parallel::for_each_with(values.chunks_mut(n.max(1)).enumerate(), Default::default, multiply_position);
+        Ok(Tensor::from_vec(values, (lists.len(), n), &Device::Cpu)?)
+    }
+
+    /// Computes the gradients of the contexts, `[positions, d]`.
+    fn context_gradients(&self, lists: &IdLists, upstream: &[F], dtype: DType) -> Result<Tensor> {
+        let (d, n) = (self.matrix.width, lists.longest());
+        let positions: Vec<u32> = (0..lists.len() as u32).collect();
+        written_rows(dtype, (lists.len(), d), &positions, &|write| {
+            let add_position = |(sum, rows): &mut (Vec<F>, Vec<F>), t: usize| {
+                let (ids, factors): (Vec<u32>, Vec<F>) =
+                    lists.list(t).iter().zip(&upstream[t * n..]).filter(|(_, &g)| has_effect(g)).unzip();
+                sum.clear();
+                sum.resize(d, F::zero());
+                let (factors, to) = (&factors[..], &mut sum[..]);
+                match self.matrix.values {
+                    MatrixValues::Rows(values) => with_values!(values, values => {
+                        F::dispatch(self.isa, AddRows { factors, rows: &stored_rows(values, d, &ids), to })
+                    }),
+                    _ => F::dispatch(self.isa, AddRows::<F> { factors, rows: &self.copied_rows(&ids, rows), to }),
+                }
+                write(t, sum);
+            };
+            parallel::for_each_with(0..lists.len(), Default::default, add_position);
+        })
+    }
+
+    /// Computes the gradient of the matrix, `[rows of the matrix, d]`. One task sums the products of a row, in the order
+    /// of the positions: the result does not depend on the number of threads.
+    fn matrix_gradient(&self, lists: &IdLists, upstream: &[F], dtype: DType) -> Result<Tensor> {
+        let d = self.matrix.width;
+        let entries = sorted_gradients(lists, &|i| if has_effect(upstream[i]) { upstream[i].f64() } else { 0.0 });
+        let groups: Vec<_> = entries.chunk_by(|a, b| a.id == b.id).collect();
+        let ids: Vec<u32> = groups.iter().map(|entries| entries[0].id).collect();
+        written_rows(dtype, (self.matrix.vocab, d), &ids, &|write| {
+            parallel::for_each_with(groups.iter().enumerate(), Vec::new, |sum, (i, entries)| {
+                let positions = entries.iter().map(|entry| entry.position);
+                let factors: Vec<F> = entries.iter().map(|entry| F::from_f64(entry.gradient)).collect();
+                sum.clear();
+                sum.resize(d, F::zero());
+                let (factors, to) = (&factors[..], &mut sum[..]);
+                with_values!(self.contexts, contexts => {
+                    let rows: Vec<_> = positions.map(|t| &contexts[t as usize * d..][..d]).collect();
+                    F::dispatch(self.isa, AddRows { factors, rows: &rows, to })
+                });
+                write(i, sum);
+            });
+        })
+    }
+}
+
+/// Returns the gradients of all products in the order of ids, and of positions for one id. `upstream` returns that of an
+/// element of `[positions, longest]`; those of zero are left out.
+fn sorted_gradients(lists: &IdLists, upstream: &dyn Fn(usize) -> f64) -> Vec<ListGradient> {
+    let n = lists.longest();
+    let mut entries = Vec::with_capacity(lists.ids().len());
+    for (position, list) in lists.iter().enumerate() {
+        for (i, &id) in list.iter().enumerate() {
+            let gradient = upstream(position * n + i);
+            if gradient != 0.0 {
+                entries.push(ListGradient { id, position: position as u32, gradient });
+            }
+        }
+    }
+    entries.par_sort_unstable_by_key(|entry| (entry.id, entry.position));
+    entries
+}
+
+/// Writes a row to its place among the rows that are written.
+type WriteRow<'a, F> = dyn Fn(usize, &[F]) + Sync + 'a;
+
+/// Makes a matrix `[rows, d]` of a dtype that is computed in `F`: `compute` writes the rows `ids`, which are in ascending
+/// order without repeats, each once, and the others are zero.
+fn written_rows<F: Accumulator>(
+    dtype: DType,
+    shape: (usize, usize),
+    ids: &[u32],
+    compute: &dyn Fn(&WriteRow<'_, F>),
+) -> Result<Tensor> {
+    match dtype {
+        DType::F16 => rows_of_type::<F::F16>(shape, ids, compute),
+        DType::BF16 => rows_of_type::<F::Bf16>(shape, ids, compute),
+        _ => rows_of_type::<F>(shape, ids, compute),
+    }
+}
+
+/// As [`written_rows`], in a type.
+fn rows_of_type<T: Element>(
+    (rows, d): (usize, usize),
+    ids: &[u32],
+    compute: &dyn Fn(&WriteRow<'_, T::Acc>),
+) -> Result<Tensor> {
+    // The system clears these zeros on first use: the other rows cost nothing. In huge pages nearly all of them would.
+    let mut values = vec![T::zero(); rows * d];
+    let (mut behind, mut first) = (&mut values[..], 0);
+    let mut slots = Vec::with_capacity(ids.len());
+    for &id in ids {
+        let (row, rest) = std::mem::take(&mut behind)[(id as usize - first) * d..].split_at_mut(d);
+        slots.push(Mutex::new(row));
+        (behind, first) = (rest, id as usize + 1);
+    }
+    compute(&|i, sum| {
+        // Each row comes once. A mutex that is locked for this alone is never poisoned.
+        if let Ok(mut to) = slots[i].lock() {
+            to.iter_mut().zip(sum).for_each(|(to, &sum)| *to = T::narrow(sum));
+        }
+    });
+    drop(slots);
+    Ok(Tensor::from_vec(values, (rows, d), &Device::Cpu)?)
 }
 
 /// Returns whether a gradient changes a sum: it is NaN, or not so small that its products, which would be subnormal and
@@ -142,90 +232,9 @@ fn has_effect<F: Float>(gradient: F) -> bool {
     gradient.is_nan() || gradient.abs() >= F::LEAST_GRADIENT
 }
 
-/// Borrows some rows of a matrix, which are in ascending order without repeats.
-fn rows_mut<T>(mut values: &mut [T], d: usize, ids: impl Iterator<Item = u32>) -> Vec<&mut [T]> {
-    let mut first = 0;
-    let mut row = |id: u32| {
-        let from_row = &mut std::mem::take(&mut values)[(id as usize - first) * d..];
-        let (row, behind) = from_row.split_at_mut(d);
-        (values, first) = (behind, id as usize + 1);
-        row
-    };
-    ids.map(&mut row).collect()
-}
-
 /// Returns the rows of some ids as they are stored.
 fn stored_rows<'a, T: Element>(values: &'a [T], width: usize, ids: &[u32]) -> Vec<&'a [T]> {
     ids.iter().map(|&id| &values[id as usize * width..][..width]).collect()
-}
-
-/// Copies the rows of some ids to `buffer`, from a matrix that is stored as its transpose or is quantised.
-fn copied_rows<'a, T: Element>(
-    matrix: &ListedMatrix<'_, T>,
-    ids: &[u32],
-    buffer: &'a mut Vec<T::Acc>,
-) -> Vec<&'a [T::Acc]> {
-    buffer.clear();
-    for &id in ids {
-        match &matrix.values {
-            ListedValues::Rows(values) => {
-                buffer.extend(values[id as usize * matrix.width..][..matrix.width].iter().map(|x| x.widen()))
-            }
-            ListedValues::Columns(values) => {
-                buffer.extend(values[id as usize..].iter().step_by(matrix.rows).map(|x| x.widen()))
-            }
-            ListedValues::Quantised(matrix) => matrix.push_row(id as usize, buffer),
-        }
-    }
-    buffer.chunks_exact(matrix.width).collect()
-}
-
-/// Returns numbers in the accumulation dtype, in `buffer`.
-fn widened<'a, T: Element>(values: &[T], buffer: &'a mut Vec<T::Acc>) -> &'a [T::Acc] {
-    buffer.clear();
-    buffer.extend(values.iter().map(|x| x.widen()));
-    buffer
-}
-
-/// A matrix `[rows, width]` of which lists name rows.
-struct ListedMatrix<'a, T: Element> {
-    values: ListedValues<'a, T>,
-    rows: usize,
-    width: usize,
-}
-
-/// The values of a matrix, stored in the dtype of the contexts as such or as its transpose, or quantised.
-enum ListedValues<'a, T: Element> {
-    Rows(&'a [T]),
-    Columns(&'a [T]),
-    Quantised(DecoderMatrix<'a, T::Acc>),
-}
-
-/// Calls `f` with the elements of the contexts, `[positions, d]`, and the matrix `[rows, d]`.
-fn with_operands<T: Element, R>(
-    contexts: &Tensor,
-    matrix: &Weight,
-    f: impl FnOnce(Isa, &[T], ListedMatrix<'_, T>) -> Result<R>,
-) -> Result<R> {
-    let (isa, (rows, width)) = (Isa::detected()?, matrix.dims2()?);
-    let contexts = locked("contexts", contexts)?;
-    if let Weight::Quantised(matrix) = matrix {
-        let values = QuantisedValues::new(matrix, isa)?;
-        let matrix = DecoderMatrix { values: values.values()?, vocab: rows, width };
-        return f(isa, contexts.values()?, ListedMatrix { values: ListedValues::Quantised(matrix), rows, width });
-    }
-    let matrix = matrix.tensor()?;
-    let is_transposed = !matrix.is_contiguous();
-    let stored = if is_transposed { matrix.t()? } else { matrix.clone() };
-    let stored = locked("weight", &stored)?;
-    let values =
-        if is_transposed { ListedValues::Columns(stored.values()?) } else { ListedValues::Rows(stored.values()?) };
-    f(isa, contexts.values()?, ListedMatrix { values, rows, width })
-}
-
-/// Runs a kernel without results, whose float type the compiler infers.
-fn dispatch<F: Float, K: Kernel<F, Output = ()>>(isa: Isa, kernel: K) {
-    F::dispatch(isa, kernel);
 }
 
 /// The number of rows whose sums stay in registers.
@@ -286,12 +295,13 @@ fn add_rows<const N: usize, T: Element, V: Vector<T::Acc>>(
     rows: [&[T]; N],
     to: &mut [T::Acc],
 ) {
-    let (registers, rests) = (rows.map(|row| V::split_lanes(row).0), rows.map(|row| V::split_lanes(row).1));
     let (to, to_rest) = V::split_mut(to);
-    let n = to.len();
-    let registers = registers.map(|row| &row[..n]);
+    let mut registers: [&[V::Lanes<T>]; N] = [&[]; N];
+    let mut rests: [&[T]; N] = [&[]; N];
     let mut splats = [v.splat(T::Acc::zero()); N];
     for i in 0..N {
+        let (row, rest) = V::split_lanes(rows[i]);
+        (registers[i], rests[i]) = (&row[..to.len()], rest);
         splats[i] = v.splat(factors[i]);
     }
     for (r, to) in to.iter_mut().enumerate() {

@@ -5,6 +5,14 @@ use candle_core::DType;
 use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;
 
+/// What multiplies in a computation.
+#[derive(Clone, Copy)]
+pub(crate) struct Multiplier {
+    pub(crate) vectors: Vectors,
+    /// The tile unit that takes the place of vectors, if there is one.
+    pub(crate) tiles: Option<Tiles>,
+}
+
 /// Products on vectors, in the accumulation dtype.
 #[derive(Clone, Copy)]
 pub(crate) struct Vectors {
@@ -20,6 +28,18 @@ pub(crate) struct Tiles {
     pub(crate) isa: Isa,
     /// The dtype in which the operands are stored; those that are not bf16 are rounded.
     pub(crate) dtype: DType,
+}
+
+impl From<Vectors> for Multiplier {
+    fn from(vectors: Vectors) -> Self {
+        Multiplier { vectors, tiles: None }
+    }
+}
+
+impl From<Tiles> for Multiplier {
+    fn from(tiles: Tiles) -> Self {
+        Multiplier { vectors: tiles.vectors(), tiles: Some(tiles) }
+    }
 }
 
 impl Tiles {

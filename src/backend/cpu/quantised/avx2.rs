@@ -11,6 +11,9 @@ use super::unpack::{BlockKernel, InMemory, Unpack};
 
 type Reg = <V3 as pulp::Simd>::f32s;
 
+/// The most contexts that are multiplied in registers.
+pub(super) const MOST_ROWS: usize = 4;
+
 /// The proof that this machine has AVX2 and conversions of half precision (F16C).
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(V3);
@@ -72,6 +75,7 @@ macro_rules! unpacks {
             type Unit = [Reg; 4];
             const WEIGHTS: usize = 32;
             const UNITS: usize = $units;
+            const MOST_ROWS: usize = MOST_ROWS;
 
             #[inline(always)]
             fn simd(self) -> V3 {

@@ -11,6 +11,9 @@ use super::unpack::{BlockKernel, InMemory, Unpack};
 
 type Reg = <V4 as pulp::Simd>::f32s;
 
+/// The most contexts that are multiplied in registers.
+pub(super) const MOST_ROWS: usize = 8;
+
 /// The proof that this machine has AVX-512 with VBMI.
 #[derive(Clone, Copy)]
 pub(super) struct Vbmi(V4);
@@ -98,6 +101,7 @@ macro_rules! unpacks {
             type Unit = [Reg; $registers];
             const WEIGHTS: usize = 16 * $registers;
             const UNITS: usize = $units;
+            const MOST_ROWS: usize = MOST_ROWS;
 
             #[inline(always)]
             fn simd(self) -> V4 {

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 #[cfg(target_arch = "x86_64")]
-use super::avx2::Avx2;
+use super::avx2::{self, Avx2};
 #[cfg(target_arch = "x86_64")]
-use super::avx512::Vbmi;
+use super::avx512::{self, Vbmi};
 use super::block;
 #[cfg(target_arch = "x86_64")]
 use super::few::{Dequantise, FewDots};
@@ -140,8 +140,8 @@ impl Unpacking {
     /// Returns the most contexts whose sums are worth unpacking for once more.
     fn most_rows(self) -> usize {
         match self {
-            Unpacking::Avx512(_) => 8,
-            Unpacking::Avx2(_) => 4,
+            Unpacking::Avx512(_) => avx512::MOST_ROWS,
+            Unpacking::Avx2(_) => avx2::MOST_ROWS,
         }
     }
 

@@ -31,10 +31,7 @@ impl BlockKernel for Dequantise<'_> {
     }
 }
 
-/// The most contexts that [`FewDots`] multiplies at a time.
-pub(super) const MOST_ROWS: usize = 8;
-
-/// Computes `to[row, id] = contexts[row] . rows[id]` for at most [`MOST_ROWS`] contexts.
+/// Computes `to[row, id] = contexts[row] . rows[id]` for at most [`Unpack::MOST_ROWS`] contexts.
 pub(super) struct FewDots<'a, 'b> {
     /// `[contexts, stride]`, of which the first `width` columns are multiplied.
     pub(super) contexts: &'a [f32],
@@ -51,14 +48,18 @@ pub(super) struct FewDots<'a, 'b> {
 impl BlockKernel for FewDots<'_, '_> {
     #[inline(always)]
     fn run<B: Unpack>(mut self, unpack: B) {
+        let rows = self.contexts.len() / self.stride;
+        assert!(rows <= B::MOST_ROWS);
         // Each number of contexts would be a kernel of its own; those between read one context twice.
-        match self.contexts.len() / self.stride {
+        match rows {
             0 => {}
             1 => self.multiply::<1, 4, B>(unpack),
             2 => self.multiply::<2, 4, B>(unpack),
             3..=4 => self.multiply::<4, 2, B>(unpack),
+            // The condition is a constant, so that nothing is compiled for more contexts than there may be.
+            _ if const { B::MOST_ROWS <= 4 } => {}
             5..=6 => self.multiply::<6, 2, B>(unpack),
-            _ => self.multiply::<MOST_ROWS, 2, B>(unpack),
+            _ => self.multiply::<8, 2, B>(unpack),
         }
     }
 }

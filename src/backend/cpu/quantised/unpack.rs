@@ -17,6 +17,8 @@ pub(super) trait Unpack: Copy {
     const WEIGHTS: usize;
     /// The number of units of a block, at most 8.
     const UNITS: usize;
+    /// The most contexts whose sums are worth unpacking for once more, 4 or 8.
+    const MOST_ROWS: usize;
 
     /// Returns the vectors.
     fn simd(self) -> Self::Simd;

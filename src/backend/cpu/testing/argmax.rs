@@ -2,6 +2,7 @@
 //! probable id.
 
 use super::super::log_probs::scores;
+use super::super::plan::{logit_tiles, one_pass};
 use super::super::two_pass::TwoPasses;
 use super::*;
 use crate::backend::objective::Scored;
@@ -54,17 +55,18 @@ fn is_correct<F: Served>(operands: &Operands, targets: &[i64], run: Run) -> Resu
     let planned = with_computation(cpu::plan(operands, loss.task(NeedsGrad::default()), budget)?, computation);
     let targets = Targets::from_ids(&loss, operands.sizes, operands.sizes.vocab)?;
     Inputs::with(operands, |inputs: Inputs<'_, F>| {
-        let (inputs, vectors) = (Inputs { isa, ..inputs }, Vectors { isa, copies_rows: false });
+        let (inputs, vectors) = (Inputs { isa, ..inputs }, Vectors { isa, copies_rows: false }.into());
         let gradients = BufferedGradients::none();
         let losses = match computation {
             Computation::OnePass => {
                 let request = OnePassRequest::Loss { targets: &targets, shard: None };
-                let mut pass = OnePass::new(vectors, inputs, request, gradients, &planned);
+                let mut pass = one_pass(vectors, inputs, request, gradients, &planned);
                 pass.run_loss(&planned)?;
-                pass.losses
+                pass.finish().0
             }
             Computation::TwoPasses => {
-                let mut passes = TwoPasses::for_targets(vectors, inputs, &targets, None, gradients, &planned.plan);
+                let mut passes =
+                    TwoPasses::for_targets(logit_tiles(vectors), inputs, &targets, None, gradients, &planned.plan);
                 passes.run_loss(&planned)?;
                 passes.losses
             }
@@ -164,7 +166,7 @@ fn tiles_find_the_most_probable_ids() -> Result<()> {
                 Scored { token_ids, needs_entropy: false, needs_outside: false, needs_argmax: true, temperature: 1.0 };
             let planned = cpu::plan(&operands, scored.task(&operands, NeedsGrad::default())?, None)?;
             assert_eq!(planned.plan.computation, Computation::OnePass);
-            let found = scores::<f32, _>(Tiles { unit, isa, dtype: DType::BF16 }, &planned, &scored)?;
+            let found = scores::<f32>(Tiles { unit, isa, dtype: DType::BF16 }.into(), &planned, &scored)?;
             let expected: Vec<u8> = (0..12).flat_map(|t| [0, u8::from(t == 5), 1, 0, 1]).collect();
             assert_eq!(found.1.expect("asked for").flatten_all()?.to_vec1::<u8>()?, expected, "K = {components}");
         }

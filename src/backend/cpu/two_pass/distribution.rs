@@ -2,13 +2,12 @@
 
 use std::ops::Range;
 
-use super::first_product::FirstProduct;
 use super::mix::{largest_term, least_term, mix_register};
 use super::passes::TwoPasses;
 use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::vector::math::{defect_of, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
-use crate::backend::distribution::{Defect, Distribution, Visit, TILE};
+use crate::backend::distribution::{read_positions, Defect, Distribution, Reader, TILE};
 use crate::backend::operands::Sizes;
 use crate::error::Result;
 
@@ -24,13 +23,13 @@ struct PositionRows<'a, F> {
     isa: Isa,
 }
 
-impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
-    /// Runs a query on the distribution of each of the chunk's positions.
-    pub(crate) fn visit_rows<V: Visit>(&self, positions: Range<usize>, visit: &V) -> Result<Vec<V::Output>> {
+impl<F: Accumulator> TwoPasses<'_, F> {
+    /// Lets a query read the distribution of each of the chunk's positions.
+    pub(crate) fn visit_rows(&self, positions: Range<usize>, reader: &dyn Reader) -> Result<()> {
         let first = positions.start;
-        let visit_position =
-            |position: usize| visit.visit(position, &self.position_distribution(position, position - first));
-        V::answers(positions, visit_position)
+        read_positions(positions, &|position| {
+            reader.read(position, &self.position_distribution(position, position - first))
+        })
     }
 
     /// Returns the distribution of a position, which is the i-th of the chunk: the rows of logits of its components, with
@@ -52,7 +51,7 @@ impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
     }
 }
 
-impl<F: Float> Distribution<F> for PositionRows<'_, F> {
+impl<F: Float> Distribution for PositionRows<'_, F> {
     fn vocab(&self) -> usize {
         self.vocab
     }
@@ -61,20 +60,28 @@ impl<F: Float> Distribution<F> for PositionRows<'_, F> {
         self.defect
     }
 
-    fn tile<'b>(&'b self, tile: usize, floor: F, buffer: &'b mut Vec<F>) -> &'b [F] {
+    fn tile<'b>(&'b self, tile: usize, floor: f64, buffer: &'b mut Vec<f64>) -> &'b [f64] {
         let ids = TILE.min(self.vocab - tile * TILE);
-        buffer.resize(ids.next_multiple_of(ROW_ALIGN), F::zero());
-        F::dispatch(self.isa, MixTile { position: self, first: tile * TILE, floor, to: buffer });
-        &buffer[..ids]
+        let mut mixed = [F::zero(); TILE];
+        let to = &mut mixed[..ids.next_multiple_of(ROW_ALIGN)];
+        F::dispatch(self.isa, MixTile { position: self, first: tile * TILE, floor: F::from_f64(floor), to });
+        buffer.clear();
+        buffer.extend(mixed[..ids].iter().map(|x| x.f64()));
+        buffer
     }
 
-    fn logit_tile(&self, tile: usize) -> Option<&[F]> {
-        (self.components.len() == 1).then(|| &self.rows[tile * TILE..self.vocab.min((tile + 1) * TILE)])
+    fn logit_tile<'b>(&'b self, tile: usize, buffer: &'b mut Vec<f64>) -> Option<&'b [f64]> {
+        if self.components.len() > 1 {
+            return None;
+        }
+        buffer.clear();
+        buffer.extend(self.rows[tile * TILE..self.vocab.min((tile + 1) * TILE)].iter().map(|x| x.f64()));
+        Some(buffer)
     }
 
-    fn logit_offset(&self) -> Option<F> {
+    fn logit_offset(&self) -> Option<f64> {
         match self.components[..] {
-            [(largest, log_scale)] => Some(largest - log_scale),
+            [(largest, log_scale)] => Some((largest - log_scale).f64()),
             _ => None,
         }
     }

@@ -21,6 +21,7 @@ use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, Registers};
 use crate::backend::cpu::products::rows_in_lanes::{ContextPanel, RowsInLanes, WidenRow};
+use crate::backend::cpu::vector::math::LogSumExp;
 use crate::backend::cpu::vector::simd::{Float, Isa};
 use crate::backend::parallel;
 
@@ -76,30 +77,54 @@ pub(crate) trait FirstProduct<F: Accumulator>: Copy + Send + Sync {
 }
 
 /// The rows of logits that the product writes.
-pub(super) struct LogitRows<'a, F> {
+pub(crate) struct LogitRows<'a, F> {
     /// `[rows, stride]`.
     pub(super) values: &'a mut [F],
     pub(super) stride: usize,
 }
 
-/// Computes the product tile by tile. Calls `summary` on each tile while it is in the cache, with its range of ids; the
-/// tile is padded to whole registers. Returns the summaries in order.
-pub(super) fn multiply_tiles<F: Accumulator, X: FirstProduct<F>, O: Send>(
-    product: X,
-    contexts: &[F],
-    decoder: DecoderView<'_, F>,
-    form: FormChoice,
-    to: LogitRows<'_, F>,
-    summary: impl Fn(Range<usize>, &mut ViewMut<'_, F>) -> O + Sync,
-) -> Vec<O> {
-    let (vocab, rows, stride) = (decoder.weight.vocab, contexts.len() / decoder.width(), to.stride);
-    let contexts = product.contexts(contexts, &decoder, form);
-    let tiles = ViewMut::new(to.values, rows, stride, stride).tiles(rows.max(1), VOCAB_TILE);
-    parallel::map_with(tiles, X::Buffers::default, |buffers, (_, columns, mut tile)| {
-        let ids = columns.start..columns.end.min(vocab);
-        product.multiply(&contexts, &decoder, ids.clone(), &mut tile, buffers);
-        summary(ids, &mut tile)
-    })
+/// Computes the log-sum-exps of the rows of a tile, which has these ids and is padded to whole registers.
+pub(crate) type SumTile<'s, F> = dyn Fn(Range<usize>, &mut ViewMut<'_, F>) -> Vec<LogSumExp<F>> + Sync + 's;
+
+/// The first product of any multiplier, tile by tile. What uses it is compiled once for all of them.
+pub(crate) trait LogitTiles<F: Accumulator>: Sync {
+    /// Returns the instruction set of the row kernels beside the product.
+    fn isa(&self) -> Isa;
+
+    /// Computes the product tile by tile. Calls `sum` on each tile while it is in the cache, and returns its results in
+    /// order.
+    fn multiply_tiles(
+        &self,
+        contexts: &[F],
+        decoder: DecoderView<'_, F>,
+        form: FormChoice,
+        to: LogitRows<'_, F>,
+        sum: &SumTile<'_, F>,
+    ) -> Vec<Vec<LogSumExp<F>>>;
+}
+
+impl<F: Accumulator, X: FirstProduct<F>> LogitTiles<F> for X {
+    fn isa(&self) -> Isa {
+        FirstProduct::isa(*self)
+    }
+
+    fn multiply_tiles(
+        &self,
+        contexts: &[F],
+        decoder: DecoderView<'_, F>,
+        form: FormChoice,
+        to: LogitRows<'_, F>,
+        sum: &SumTile<'_, F>,
+    ) -> Vec<Vec<LogSumExp<F>>> {
+        let (vocab, rows, stride) = (decoder.weight.vocab, contexts.len() / decoder.width(), to.stride);
+        let contexts = self.contexts(contexts, &decoder, form);
+        let tiles = ViewMut::new(to.values, rows, stride, stride).tiles(rows.max(1), VOCAB_TILE);
+        parallel::map_with(tiles, X::Buffers::default, |buffers, (_, columns, mut tile)| {
+            let ids = columns.start..columns.end.min(vocab);
+            self.multiply(&contexts, &decoder, ids.clone(), &mut tile, buffers);
+            sum(ids, &mut tile)
+        })
+    }
 }
 
 /// The contexts of a chunk as an operand, in one of two forms.
@@ -177,13 +202,26 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
     ) {
         match contexts {
             PackedContexts::Rows(parts) => {
-                for (contexts, (columns, matrix)) in parts.iter().zip(decoder.matrices()) {
+                let parts = parts.iter().zip(decoder.matrices()).zip(&mut buffers.widened);
+                for ((contexts, (columns, matrix)), buffer) in parts {
                     let (d, is_added, to) = (columns.len(), columns.start > 0, &mut *tile);
                     match matrix.values {
-                        MatrixValues::Rows(values) => {
-                            with_values!(values.slice(ids.start * d..ids.end * d), decoder => {
+                        MatrixValues::Rows(Stored::Wide(values)) => {
+                            let decoder = &values[ids.start * d..ids.end * d];
+                            F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
+                        }
+                        MatrixValues::Rows(Stored::Bf16(values)) => {
+                            let decoder = &values[ids.start * d..ids.end * d];
+                            F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
+                        }
+                        // Widening f16 takes so many instructions that it is not done for each few rows again.
+                        MatrixValues::Rows(Stored::F16(_)) => {
+                            for first in ids.clone().step_by(ids_at_a_time::<F>(d)) {
+                                let block = first..ids.end.min(first + ids_at_a_time::<F>(d));
+                                let to = &mut to.columns(first - ids.start..block.end - ids.start);
+                                let decoder = self.read_rows(matrix, block, buffer).values;
                                 F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
-                            });
+                            }
                         }
                         MatrixValues::Blocks(blocks) => blocks.multiply(contexts, ids.clone(), is_added, to),
                         MatrixValues::Columns(_) => {
@@ -310,7 +348,9 @@ fn ids_at_a_time<F>(d: usize) -> usize {
 
 /// Copies some columns of contexts `[rows, d]`.
 fn copy_columns<F: Copy>(contexts: &[F], d: usize, columns: Range<usize>) -> Vec<F> {
-    contexts.chunks_exact(d).flat_map(|row| &row[columns.clone()]).copied().collect()
+    let mut copy = Vec::with_capacity(contexts.len() / d * columns.len());
+    contexts.chunks_exact(d).for_each(|row| copy.extend_from_slice(&row[columns.clone()]));
+    copy
 }
 
 #[cfg(test)]

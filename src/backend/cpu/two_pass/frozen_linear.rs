@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::first_product::{multiply_tiles, FormChoice, LogitRows};
+use super::first_product::{FormChoice, LogitRows, LogitTiles};
 use super::gradients;
 use crate::backend::cpu::locked_weight::QuantisedValues;
 use crate::backend::cpu::memory::zeros;
@@ -21,7 +21,7 @@ pub(crate) fn product(input: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor
         with_slice("input", input, |input: &[f32]| {
             let form = FormChoice { components: 1, are_independent: false };
             let to = LogitRows { values: &mut values, stride: rows };
-            multiply_tiles(vectors, input, decoder, form, to, |_, _| ());
+            vectors.multiply_tiles(input, decoder, form, to, &|_, _| Vec::new());
             Ok(())
         })?;
         Ok(Tensor::from_vec(values, (n, rows), &Device::Cpu)?)

@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 
-use super::first_product::FirstProduct;
 use super::mix::{PositionLogits, Scratch, Tempered};
 use super::passes::TwoPasses;
 use crate::backend::cpu::memory::zeros;
@@ -81,7 +80,7 @@ impl<F: Float> Kernel<F> for ScoreRow<'_, F> {
     }
 }
 
-impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
+impl<F: Accumulator> TwoPasses<'_, F> {
     /// Writes the log-probabilities of the chunk's positions, `[positions, vocab]`, to `to`.
     pub(crate) fn log_prob_rows<O: Element<Acc = F>>(&mut self, positions: Range<usize>, to: &mut [O]) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;

@@ -38,8 +38,8 @@ use crate::backend::plan::Steps;
 use crate::backend::shard::ELSEWHERE;
 use crate::backend::shared_rows::{join, SharedRow};
 use crate::error::Result;
-pub(crate) use first_product::FirstProduct;
-use first_product::{multiply_tiles, FormChoice, LogitRows};
+pub(crate) use first_product::{FirstProduct, LogitTiles};
+use first_product::{FormChoice, LogitRows};
 use objective_rows::BIAS_PARTS;
 use passes::LiveRows;
 pub(crate) use passes::TwoPasses;
@@ -70,7 +70,7 @@ pub(super) fn workspace<F: Accumulator>(product: impl FirstProduct<F>, sizes: Si
     }
 }
 
-impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
+impl<F: Accumulator> TwoPasses<'_, F> {
     /// Replaces the chunk's log-sum-exps, and the logits of its targets, by those of the whole vocabulary, if ranks share
     /// it.
     fn join_ranks(&mut self, positions: Range<usize>) -> Result<()> {
@@ -88,11 +88,11 @@ impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
         let rows = self.lse.iter_mut().zip(&mut self.target_logits);
         let shared =
             rows.map(|(LogSumExp { largest, log_sum }, target_logit)| SharedRow { largest, log_sum, target_logit });
-        join(ranks.shard, &owners, shared)
+        join(ranks.shard, &owners, shared.collect())
     }
 }
 
-impl<F: Accumulator, X: FirstProduct<F>> Steps for TwoPasses<'_, F, X> {
+impl<F: Accumulator> Steps for TwoPasses<'_, F> {
     fn first_product(&mut self, chunk: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
         let Inputs { logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
@@ -102,7 +102,7 @@ impl<F: Accumulator, X: FirstProduct<F>> Steps for TwoPasses<'_, F, X> {
         let form = FormChoice { components, are_independent: self.are_independent };
         let to = LogitRows { values: &mut self.logits[..rows.len() * self.stride], stride: self.stride };
         // Each tile has the log-sum-exp of every row.
-        let tiles = multiply_tiles(self.product, contexts, *decoder, form, to, |ids, tile| {
+        let tiles = self.product.multiply_tiles(contexts, *decoder, form, to, &|ids, tile| {
             let mut lse = Vec::with_capacity(tile.rows);
             for r in 0..tile.rows {
                 let row = tile.row_mut(r);

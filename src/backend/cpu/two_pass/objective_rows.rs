@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 
-use super::first_product::FirstProduct;
 use super::mix::{PositionLogits, Scratch};
 use super::passes::{LiveRows, TwoPasses};
 use super::rank_sums::{self, RankSums, RankTerms};
@@ -82,7 +81,7 @@ impl<F: Accumulator> ChunkOperands<'_, F> {
     }
 }
 
-impl<F: Accumulator, X: FirstProduct<F>> TwoPasses<'_, F, X> {
+impl<F: Accumulator> TwoPasses<'_, F> {
     /// Computes the results of the chunk's positions, and writes the gradients of their logits over these. The targets are
     /// those of the passes, or those that follow from the chunk's results.
     pub(crate) fn objective_rows(&mut self, targets: &Targets<F>, positions: Range<usize>) -> Result<()> {

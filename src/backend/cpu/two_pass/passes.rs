@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::first_product::FirstProduct;
+use super::first_product::LogitTiles;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::objective::components::PositionLoss;
@@ -15,8 +15,8 @@ use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
 
 /// The two passes over the logits of each chunk.
-pub(crate) struct TwoPasses<'a, F: Accumulator, X> {
-    pub(super) product: X,
+pub(crate) struct TwoPasses<'a, F: Accumulator> {
+    pub(super) product: Box<dyn LogitTiles<F>>,
     pub(super) inputs: Inputs<'a, F>,
     /// The distance between rows of the logits, in elements.
     pub(super) stride: usize,
@@ -66,15 +66,20 @@ impl LiveRows {
     }
 }
 
-impl<'a, F: Accumulator, X: FirstProduct<F>> TwoPasses<'a, F, X> {
+impl<'a, F: Accumulator> TwoPasses<'a, F> {
     /// Makes passes that read each position's distribution, for log-probabilities or scores. They have no gradients.
-    pub(crate) fn for_distributions(product: X, inputs: Inputs<'a, F>, plan: &Plan) -> Self {
+    pub(crate) fn for_distributions(product: Box<dyn LogitTiles<F>>, inputs: Inputs<'a, F>, plan: &Plan) -> Self {
         Self::for_chunk_targets(product, inputs, BufferedGradients::none(), plan)
     }
 
     /// Makes passes that read each position's distribution for a query, or a shard's part of it. The results of a position
     /// have the same bits whatever the other positions are, so that a sampler draws the same ids in every batch.
-    pub(crate) fn for_decoding(product: X, inputs: Inputs<'a, F>, shard: Option<&'a VocabShard>, plan: &Plan) -> Self {
+    pub(crate) fn for_decoding(
+        product: Box<dyn LogitTiles<F>>,
+        inputs: Inputs<'a, F>,
+        shard: Option<&'a VocabShard>,
+        plan: &Plan,
+    ) -> Self {
         let passes = Self::for_distributions(product, inputs, plan);
         TwoPasses { are_independent: true, ranks: shard.map(Ranks::new), ..passes }
     }
@@ -82,7 +87,7 @@ impl<'a, F: Accumulator, X: FirstProduct<F>> TwoPasses<'a, F, X> {
     /// Makes the passes of a loss over targets that are known before the first chunk. If there is a shard, they compute the
     /// loss of the whole vocabulary.
     pub(crate) fn for_targets(
-        product: X,
+        product: Box<dyn LogitTiles<F>>,
         inputs: Inputs<'a, F>,
         targets: &'a Targets<F>,
         shard: Option<&'a VocabShard>,
@@ -96,7 +101,7 @@ impl<'a, F: Accumulator, X: FirstProduct<F>> TwoPasses<'a, F, X> {
     /// Makes the passes of a loss whose targets follow from the results of each chunk: the caller passes them to
     /// [`TwoPasses::objective_rows`].
     pub(crate) fn for_chunk_targets(
-        product: X,
+        product: Box<dyn LogitTiles<F>>,
         inputs: Inputs<'a, F>,
         gradients: BufferedGradients<F>,
         plan: &Plan,

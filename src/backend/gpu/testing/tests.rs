@@ -7,6 +7,7 @@ use super::case::{
 };
 use super::*;
 
+use crate::backend::distribution::answers;
 use crate::backend::gpu;
 use crate::backend::gpu::decoding::ranked;
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
@@ -370,7 +371,8 @@ fn the_host_ranks_many_ids_as_the_device_ranks_a_few() {
             let first = |tensor: &Tensor| tensor.narrow(1, 0, 7).unwrap();
             assert_eq!(first(&ids).to_vec2::<u32>().unwrap(), few_ids.to_vec2::<u32>().unwrap());
             assert_eq!(first(&log_probs).to_vec2::<f32>().unwrap(), few.to_vec2::<f32>().unwrap());
-            let same = gpu::visit(&gpu, &operands, &TopKQuery { k: 7 }).unwrap();
+            let positions = operands.sizes.positions;
+            let same = answers(&TopKQuery { k: 7 }, positions, |reader| gpu::visit(&gpu, &operands, reader)).unwrap();
             let same: Vec<u32> = same.into_iter().flatten().map(|(_, id)| id).collect();
             assert_eq!(same, few_ids.flatten_all().unwrap().to_vec1::<u32>().unwrap());
         }

@@ -161,6 +161,9 @@ fn speculate(
 }
 
 fn main() -> Result<()> {
+    // On few cores, candle's threads that spin between operations slow others down.
+    // SAFETY: No other thread runs yet.
+    unsafe { std::env::set_var("CANDLE_BARRIER_POOL_SPIN_LIMIT", "100") };
     let mut rng = StdRng::seed_from_u64(1);
     let mut text = String::new();
     while text.len() < CHARACTERS {

@@ -43,6 +43,7 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>) -> Result<()> {
             let cut = VocabParallel::new(head(components, shard.range())?, shard.clone())?;
             ranks_as(&cut, &whole)?;
             draws_as(&cut, &whole)?;
+            verifies_as(&cut, &whole)?;
             assert_eq!(sequences(&cut)?, sequences(&whole)?);
         }
     }
@@ -71,6 +72,30 @@ fn draws_as(cut: &dyn OutputLayer, whole: &dyn OutputLayer) -> Result<()> {
         };
         assert_abs_diff_eq!(read(found), read(&expected), epsilon = 1e-4);
     }
+    Ok(())
+}
+
+/// Drafts of two texts, of which the first is right at first.
+fn verifies_as(cut: &dyn OutputLayer, whole: &dyn OutputLayer) -> Result<()> {
+    let hidden = tensor(&[6, HIDDEN], 11, DType::F32)?;
+    let right = whole.argmax(&hidden)?.to_vec1::<u32>()?;
+    let drafts = [&[right[0], right[1], 7][..], &[1]];
+    let verify = |head: &dyn OutputLayer| -> Result<Vec<(usize, Vec<u32>, u64)>> {
+        let [mut one, mut two] = [TokenRequest::new(Sampling::greedy(), 1)?, TokenRequest::new(Sampling::new(), 2)?];
+        let verified = head.verify(&hidden, &drafts, &mut [&mut one, &mut two])?;
+        let ids = |tokens: &[NextToken]| tokens.iter().map(|token| token.token_id).collect();
+        let generated = [one.generated(), two.generated()];
+        Ok(verified.iter().zip(generated).map(|(text, n)| (text.accepted, ids(&text.tokens), n)).collect())
+    };
+    let found = verify(cut)?;
+    assert_eq!(found, verify(whole)?);
+    assert_eq!(found[0], (2, right[..3].to_vec(), 3));
+    // An error before any work is one on every rank.
+    let mut request = TokenRequest::new(Sampling::new(), 1)?;
+    assert!(matches!(
+        cut.verify(&hidden, &[&[VOCAB as u32; 5]], &mut [&mut request]),
+        Err(Error::Request { index: 0, .. })
+    ));
     Ok(())
 }
 

@@ -202,26 +202,13 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
     ) {
         match contexts {
             PackedContexts::Rows(parts) => {
-                let parts = parts.iter().zip(decoder.matrices()).zip(&mut buffers.widened);
-                for ((contexts, (columns, matrix)), buffer) in parts {
+                for (contexts, (columns, matrix)) in parts.iter().zip(decoder.matrices()) {
                     let (d, is_added, to) = (columns.len(), columns.start > 0, &mut *tile);
                     match matrix.values {
-                        MatrixValues::Rows(Stored::Wide(values)) => {
-                            let decoder = &values[ids.start * d..ids.end * d];
-                            F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
-                        }
-                        MatrixValues::Rows(Stored::Bf16(values)) => {
-                            let decoder = &values[ids.start * d..ids.end * d];
-                            F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
-                        }
-                        // Widening f16 takes so many instructions that it is not done for each few rows again.
-                        MatrixValues::Rows(Stored::F16(_)) => {
-                            for first in ids.clone().step_by(ids_at_a_time::<F>(d)) {
-                                let block = first..ids.end.min(first + ids_at_a_time::<F>(d));
-                                let to = &mut to.columns(first - ids.start..block.end - ids.start);
-                                let decoder = self.read_rows(matrix, block, buffer).values;
+                        MatrixValues::Rows(values) => {
+                            with_values!(values.slice(ids.start * d..ids.end * d), decoder => {
                                 F::dispatch(self.isa, DecoderDots { contexts, decoder, d, is_added, to });
-                            }
+                            });
                         }
                         MatrixValues::Blocks(blocks) => blocks.multiply(contexts, ids.clone(), is_added, to),
                         MatrixValues::Columns(_) => {

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use super::gemv::DecoderDots;
 use super::matmul;
 use crate::backend::cpu::memory::zeros;
-use crate::backend::cpu::operands::dtype::{locked, rounded, with_accumulator, Accumulator, Stored};
+use crate::backend::cpu::operands::dtype::{locked, rounded, with_accumulator, with_values, Accumulator};
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;
@@ -45,15 +45,11 @@ fn inner_products<F: Accumulator>(input: &Tensor, weight: &Tensor) -> Result<Ten
     let input = input.stored::<F>()?.widened(&mut widened);
     let mut products: Vec<F> = zeros(n * outputs);
     let tiles = ViewMut::new(&mut products, n, outputs, outputs).tiles(TILE.0, TILE.1);
-    parallel::for_each_with(tiles, Vec::new, |widened, (rows, columns, mut to)| {
-        let (contexts, is_added, to) = (&input[rows.start * d..rows.end * d], false, &mut to);
-        match weight.slice(columns.start * d..columns.end * d) {
-            Stored::Bf16(decoder) => F::dispatch(isa, DecoderDots { contexts, decoder, d, is_added, to }),
-            stored => {
-                let decoder = stored.widened(widened);
-                F::dispatch(isa, DecoderDots { contexts, decoder, d, is_added, to });
-            }
-        }
+    parallel::for_each(tiles, |(rows, columns, mut to)| {
+        let contexts = &input[rows.start * d..rows.end * d];
+        with_values!(weight.slice(columns.start * d..columns.end * d), decoder => {
+            F::dispatch(isa, DecoderDots { contexts, decoder, d, is_added: false, to: &mut to });
+        });
     });
     Ok(Tensor::from_vec(products, (n, outputs), &Device::Cpu)?)
 }

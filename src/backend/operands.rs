@@ -199,21 +199,29 @@ impl NeedsGrad {
 /// A type that log-probabilities are computed in.
 pub(crate) trait Real: num_traits::Float + candle_core::WithDType {
     /// Converts the number to f64.
-    fn f64(self) -> f64 {
-        candle_core::WithDType::to_f64(self)
-    }
+    fn f64(self) -> f64;
 
     /// Wraps numbers of this type for the collective operations of ranks.
     fn numbers(values: &mut [Self]) -> Numbers<'_>;
 }
 
 impl Real for f32 {
+    #[inline(always)]
+    fn f64(self) -> f64 {
+        self.into()
+    }
+
     fn numbers(values: &mut [f32]) -> Numbers<'_> {
         Numbers::F32(values)
     }
 }
 
 impl Real for f64 {
+    #[inline(always)]
+    fn f64(self) -> f64 {
+        self
+    }
+
     fn numbers(values: &mut [f64]) -> Numbers<'_> {
         Numbers::F64(values)
     }

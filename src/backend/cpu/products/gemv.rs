@@ -104,9 +104,7 @@ fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
         if is_interleaved {
             return share;
         }
-        for line in share.chunks((CACHE_LINE / size_of::<T>()).max(1)) {
-            prefetch(line.as_ptr());
-        }
+        lines(share).for_each(|line| prefetch(line.as_ptr()));
         &[]
     };
     let mut row = 0;
@@ -144,11 +142,17 @@ fn multiply_id<T: Element, V: Vector<T::Acc>>(
     1
 }
 
+/// Cuts values into chunks of the size of a cache line, which need not begin at one.
+#[inline(always)]
+fn lines<T>(values: &[T]) -> std::slice::Chunks<'_, T> {
+    values.chunks((CACHE_LINE / size_of::<T>()).max(1))
+}
+
 /// Computes the inner products of `ROWS` contexts with `IDS` ids. Meanwhile `next` is prefetched, a few lines at a time:
 /// the processor has room for few requests.
 ///
-/// All loops are written out: the closure of a `map` would be compiled for each number of rows and ids, and without the
-/// target features of the kernel.
+/// All loops over rows and ids are written out: the closure of a `map` would be compiled for each number of rows and ids,
+/// and without the target features of the kernel.
 #[inline(always)]
 pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
@@ -172,8 +176,8 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
         (context_registers[row], context_rests[row]) = (&registers[..n], rest);
     }
     let mut sums = [[zero; IDS]; ROWS];
-    let (mut line, end) = (next.as_ptr(), next.as_ptr_range().end);
-    let bytes_at_a_time = size_of_val(next).div_ceil(CACHE_LINE).div_ceil(n.max(1)) * CACHE_LINE;
+    let mut lines = lines(next);
+    let lines_at_a_time = lines.len().div_ceil(n.max(1));
     // Without lines there is a loop of its own: the addresses of all rows stay in registers then.
     if next.is_empty() {
         for i in 0..n {
@@ -181,11 +185,7 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
         }
     } else {
         for i in 0..n {
-            let stop = end.min(line.wrapping_byte_add(bytes_at_a_time));
-            while line < stop {
-                prefetch(line);
-                line = line.wrapping_byte_add(CACHE_LINE);
-            }
+            lines.by_ref().take(lines_at_a_time).for_each(|line| prefetch(line.as_ptr()));
             add_products::<ROWS, IDS, T, V>(v, &context_registers, &id_registers, i, &mut sums);
         }
     }

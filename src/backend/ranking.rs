@@ -55,8 +55,11 @@ pub(crate) fn top_k(distribution: &dyn Distribution, n: usize) -> Vec<Ranked> {
         ranking.entries
     });
     let mut ranked = entries.concat();
+    if ranked.len() > n {
+        ranked.select_nth_unstable_by(n, order);
+        ranked.truncate(n);
+    }
     ranked.sort_unstable_by(order);
-    ranked.truncate(n);
     ranked
 }
 

@@ -62,11 +62,8 @@ impl<F: Float> Distribution for PositionRows<'_, F> {
 
     fn tile<'b>(&'b self, tile: usize, floor: f64, buffer: &'b mut Vec<f64>) -> &'b [f64] {
         let ids = TILE.min(self.vocab - tile * TILE);
-        let mut mixed = [F::zero(); TILE];
-        let to = &mut mixed[..ids.next_multiple_of(ROW_ALIGN)];
-        F::dispatch(self.isa, MixTile { position: self, first: tile * TILE, floor: F::from_f64(floor), to });
-        buffer.clear();
-        buffer.extend(mixed[..ids].iter().map(|x| x.f64()));
+        buffer.resize(ids, 0.0);
+        F::dispatch(self.isa, MixTile { position: self, first: tile * TILE, floor: F::from_f64(floor), to: buffer });
         buffer
     }
 
@@ -94,7 +91,7 @@ struct MixTile<'a, F> {
     first: usize,
     /// A register of ids that are all below this log-probability becomes minus infinity.
     floor: F,
-    to: &'a mut [F],
+    to: &'a mut [f64],
 }
 
 impl<F: Float> Kernel<F> for MixTile<'_, F> {
@@ -107,13 +104,18 @@ impl<F: Float> Kernel<F> for MixTile<'_, F> {
         let rows = V::registers(&position.rows[first..]);
         let components = position.components.iter().copied();
         let least_term = least_term(floor, position.components.len());
-        for (i, log_p) in V::registers_mut(to).iter_mut().enumerate() {
+        let mut mixed = [F::zero(); TILE];
+        let registers = V::registers_mut(&mut mixed[..to.len().next_multiple_of(ROW_ALIGN)]);
+        for (i, log_p) in registers.iter_mut().enumerate() {
             let largest = largest_term(v, &rows[i..], stride, components.clone());
             *log_p = if v.largest(largest) < least_term {
                 v.splat(F::neg_infinity())
             } else {
                 mix_register(v, &rows[i..], stride, components.clone(), largest).0
             };
+        }
+        for (to, log_p) in to.iter_mut().zip(mixed) {
+            *to = log_p.f64();
         }
     }
 }

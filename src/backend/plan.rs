@@ -100,7 +100,7 @@ pub enum Kernels {
     Amx,
     /// AVX512-BF16 for products of bf16 and AVX-512, on x86-64.
     Avx512Bf16,
-    /// AVX-512, on x86-64; f64 is computed with AVX2.
+    /// AVX-512, on x86-64.
     Avx512,
     /// AVX2 and FMA, on x86-64.
     Avx2,

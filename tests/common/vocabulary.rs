@@ -79,12 +79,7 @@ impl Problem {
 
 /// The options with a budget for one position.
 pub fn in_chunks(mixture: &Mixture, options: &LossOptions) -> Result<LossOptions> {
-    let mut planned = options.clone().with_workspace_bytes(1);
-    if options.correct {
-        // Ranks that count correct targets compute in two passes, as label smoothing does.
-        planned = planned.with_label_smoothing(0.1);
-    }
-    match mixture.plan(&planned) {
+    match mixture.plan(&options.clone().with_workspace_bytes(1)) {
         Err(Error::Workspace { least, .. }) => Ok(options.clone().with_workspace_bytes(least)),
         other => panic!("{other:?}"),
     }

@@ -2,8 +2,8 @@
 //! each instruction set.
 //!
 //! [`Vector`] has the few operations that the kernels need. It is implemented, for `f32` and `f64`, on the `Simd` types
-//! of the `pulp` crate: AVX-512 (for `f32`), AVX2 + FMA, NEON, and scalar code. A value of such a type can only be
-//! obtained on a machine that has the instructions, so nothing here is `unsafe`.
+//! of the `pulp` crate: AVX-512, AVX2 + FMA, NEON, and scalar code. A value of such a type can only be obtained on a
+//! machine that has the instructions, so nothing here is `unsafe`.
 
 use std::sync::OnceLock;
 
@@ -209,17 +209,14 @@ impl<F: Copy, K: Kernel<F>, V: Vector<F>> pulp::NullaryFnOnce for KernelCall<K, 
 }
 
 macro_rules! impl_float {
-    ($float:ident, avx512 |$v:ident| $vectors:expr, $($constants:tt)*) => {
+    ($float:ident, $($constants:tt)*) => {
         impl Float for $float {
             $($constants)*
 
             fn dispatch<K: Kernel<Self>>(isa: Isa, kernel: K) -> K::Output {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512($v) => {
-                        let v = $vectors;
-                        v.vectorize(KernelCall(kernel, v, std::marker::PhantomData))
-                    }
+                    Isa::Avx512(v) => v.vectorize(KernelCall(kernel, v, std::marker::PhantomData)),
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2(v) => v.vectorize(KernelCall(kernel, v, std::marker::PhantomData)),
                     #[cfg(target_arch = "aarch64")]
@@ -231,7 +228,7 @@ macro_rules! impl_float {
     };
 }
 
-impl_float! { f32, avx512 |v| v,
+impl_float! { f32,
     const ROUND: f32 = 12_582_912.0;
     const EXP_UNDERFLOW: f32 = -87.336_55;
     const NEGLIGIBLE_EXPONENT: f32 = -41.0;
@@ -243,9 +240,7 @@ impl_float! { f32, avx512 |v| v,
         &[1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
     const ARTANH_COEFFICIENTS: &'static [f32] = &[1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0, 1.0];
 }
-// A machine with AVX-512 computes f64 with AVX2: its kernels would be a twentieth of the library, for a type that is there
-// for its accuracy.
-impl_float! { f64, avx512 |v| *v,
+impl_float! { f64,
     const ROUND: f64 = 6_755_399_441_055_744.0;
     const EXP_UNDERFLOW: f64 = -708.396_418_532_264_1;
     const NEGLIGIBLE_EXPONENT: f64 = -340.0;
@@ -390,6 +385,10 @@ mod x86 {
     impl_vector!(
         V4, f32, u32, mantissa 23, |v, x| v.shl_const_u32x16::<23>(x), v.shr_const_u32x16::<23>(x),
         transposed::transpose_16
+    );
+    impl_vector!(
+        V4, f64, u64, mantissa 52, |v, x| v.shl_const_u64x8::<52>(x), v.shr_const_u64x8::<52>(x),
+        transposed::transpose_any::<f64, _, _, _>
     );
     impl_vector!(
         V3, f32, u32, mantissa 23, |v, x| v.shl_const_u32x8::<23>(x), v.shr_const_u32x8::<23>(x),

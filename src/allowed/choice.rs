@@ -12,7 +12,7 @@ pub(super) struct Choices {
     pub(super) mixture: Mixture,
     pub(super) restriction: Restriction,
     /// The token id of each row of the mixture's decoder; `None` if the rows are those of all ids.
-    gathered_ids: Option<Vec<u32>>,
+    pub(super) gathered_ids: Option<Vec<u32>>,
 }
 
 impl Choices {
@@ -35,11 +35,6 @@ impl Choices {
             Restriction::All | Restriction::Shared(_) => Restriction::All,
         };
         Ok(Choices { mixture, restriction, gathered_ids: Some(union) })
-    }
-
-    /// Returns the token id of each row of the mixture's decoder, if they are not those of all ids.
-    pub(super) fn gathered_ids(&self) -> Option<&[u32]> {
-        self.gathered_ids.as_deref()
     }
 
     /// Returns the token ids of these rows of the mixture's decoder.

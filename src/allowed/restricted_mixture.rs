@@ -241,7 +241,7 @@ impl Distributions for RestrictedMixture {
 
     fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
         let choices = Choices::new(&self.mixture, self.restriction()?)?;
-        let (ids, vocab) = (choices.gathered_ids(), self.mixture.operands().sizes.vocab);
+        let (ids, vocab) = (choices.gathered_ids.as_deref(), self.mixture.operands().sizes.vocab);
         choices.mixture.next_tokens_within(&choices.restriction, ids, vocab, requests)
     }
 }

@@ -22,8 +22,13 @@ pub(crate) trait Distribution: Sync {
     /// Returns why the numbers are no distribution, if they are none.
     fn defect(&self) -> Option<Defect>;
     /// Returns the log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They
-    /// may be written to `buffer`. Values below `floor` may be returned as minus infinity.
-    fn tile<'a>(&'a self, tile: usize, floor: f64, buffer: &'a mut Vec<f64>) -> &'a [f64];
+    /// may be written to `buffer`.
+    fn tile<'a>(&'a self, tile: usize, buffer: &'a mut Vec<f64>) -> &'a [f64];
+    /// As [`Distribution::tile`], but values below `floor` may be returned as minus infinity, and no values if there are
+    /// no others.
+    fn tile_above<'a>(&'a self, tile: usize, _floor: f64, buffer: &'a mut Vec<f64>) -> &'a [f64] {
+        self.tile(tile, buffer)
+    }
     /// As [`Distribution::tile`], the logits of a single component, if they are known. Unlike its log-probability, an id's logit
     /// does not depend on the other ids.
     fn logit_tile<'a>(&'a self, _: usize, _: &'a mut Vec<f64>) -> Option<&'a [f64]> {
@@ -158,7 +163,7 @@ impl Distribution for Computed<'_> {
         (!is_possible).then_some(Defect::Impossible)
     }
 
-    fn tile<'a>(&'a self, tile: usize, _: f64, _: &'a mut Vec<f64>) -> &'a [f64] {
+    fn tile<'a>(&'a self, tile: usize, _: &'a mut Vec<f64>) -> &'a [f64] {
         &self.log_probs[tile * TILE..self.log_probs.len().min((tile + 1) * TILE)]
     }
 

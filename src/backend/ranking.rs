@@ -50,7 +50,7 @@ pub(crate) fn top_k(distribution: &dyn Distribution, n: usize) -> Vec<Ranked> {
         let (mut ranking, mut buffer) = (Ranking::new(n), Vec::new());
         for tile in first..tiles.min(first + task_tiles) {
             let floor = ranking.floor.unwrap_or(f64::NEG_INFINITY);
-            ranking.add((tile * TILE) as u32, distribution.tile(tile, floor, &mut buffer));
+            ranking.add((tile * TILE) as u32, distribution.tile_above(tile, floor, &mut buffer));
         }
         ranking.entries
     });

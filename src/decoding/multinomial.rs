@@ -34,7 +34,7 @@ fn draw_from_all(distribution: &dyn Distribution, temperature: f64, u: f64) -> O
     let tile_mass = |tile: &(f64, f64)| tile.1 * mass(tile.0, largest, temperature);
     let (tile, remainder) = find_by_mass(tiles.iter().map(tile_mass), u * total)?;
     let mut buffer = Vec::new();
-    let log_probs = distribution.tile(tile, f64::NEG_INFINITY, &mut buffer);
+    let log_probs = distribution.tile(tile, &mut buffer);
     let (id, _) = find_by_mass(log_probs.iter().map(|&x| mass(x, largest, temperature)), remainder)?;
     Some((tile * TILE + id) as u32)
 }

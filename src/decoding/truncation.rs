@@ -24,7 +24,7 @@ impl TileMasses {
     /// Adds up the masses of a distribution, tile by tile.
     pub(super) fn new(distribution: &dyn Distribution, temperature: f64) -> Self {
         let tile = |buffer: &mut Vec<f64>, tile| -> (f64, f64) {
-            let log_probs = distribution.tile(tile, f64::NEG_INFINITY, buffer);
+            let log_probs = distribution.tile(tile, buffer);
             let largest = log_probs.iter().fold(f64::NEG_INFINITY, |m, &x| m.max(x));
             (largest, log_probs.iter().map(|&x| mass(x, largest, temperature)).sum())
         };
@@ -84,7 +84,13 @@ const FIRST_RANKED: usize = 128;
 
 /// Returns the largest of these logits.
 pub(super) fn largest(z: &[f64]) -> f64 {
-    let largest = |z: &[f64]| z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    // Several numbers at a time do not wait for each other.
+    let larger = |a: f64, b: f64| if b > a { b } else { a };
+    let largest = |z: &[f64]| {
+        let mut lanes = [f64::NEG_INFINITY; 8];
+        z.chunks(8).for_each(|z| lanes.iter_mut().zip(z).for_each(|(lane, &z)| *lane = larger(*lane, z)));
+        lanes.into_iter().fold(f64::NEG_INFINITY, larger)
+    };
     largest(&parallel::map(z.chunks(TASK_IDS), largest))
 }
 
@@ -147,37 +153,25 @@ impl Truncation {
 
     /// Finds the last id that top-p and min-p leave of these logits from a histogram of masses. There must be no top-k.
     fn from_histogram(z: &[f64], sampling: &Sampling) -> Self {
-        let (largest, temperature) = (largest(z), sampling.temperature);
-        let piece_len = z.len().div_ceil(PIECES).max(1);
-        let relative = |z: f64| (z - largest) / temperature;
-        let interval_at = |x: f64| ((-x * INTERVALS_PER_UNIT) as usize).min(INTERVALS - 1);
-        let interval = |z: f64| interval_at(relative(z));
-        let least = if sampling.min_p > 0.0 { sampling.min_p.ln() } else { f64::NEG_INFINITY };
-        let histogram = |z: &[f64]| {
-            let mut masses = vec![0.0; INTERVALS];
-            z.iter().filter(|&&z| z > f64::NEG_INFINITY).for_each(|&z| masses[interval(z)] += relative(z).exp());
-            masses
-        };
-        let histograms = parallel::map(z.chunks(piece_len), histogram);
-        let masses: Vec<f64> = (0..INTERVALS).map(|i| histograms.iter().map(|masses| masses[i]).sum()).collect();
+        let histogram = Histogram::new(z, sampling.temperature);
+        let Histogram { largest, temperature, masses } = &histogram;
         let wanted = sampling.top_p * masses.iter().sum::<f64>();
+        let least = if sampling.min_p > 0.0 { sampling.min_p.ln() } else { f64::NEG_INFINITY };
 
         // The last id is in the interval in which the nucleus ends, or in which min-p's smallest probability is. All ids
         // of the intervals before it are left.
-        let last_interval = interval_at(least);
+        let last_interval = place(-least * INTERVALS_PER_UNIT).0;
         let (mut end, mut mass) = (0, 0.0);
         while end < last_interval && mass + masses[end] < wanted {
             mass += masses[end];
             end += 1;
         }
-        let in_last = |(task, z): (usize, &[f64])| -> Vec<(f64, u32)> {
-            let ids = ((task * TASK_IDS) as u32..).zip(z).map(|(id, &z)| (z, id));
-            ids.filter(|&(z, _)| z > f64::NEG_INFINITY && interval(z) == end).collect()
-        };
-        let mut ids = parallel::map(z.chunks(TASK_IDS).enumerate(), in_last).concat();
+        let mut ids = histogram.ids_in(end, z);
         ids.sort_unstable_by(ranking::order);
         // If no id of this interval is left, those above its upper end are.
-        let upper_end = largest - end as f64 / INTERVALS_PER_UNIT * temperature;
+        let (largest, temperature) = (*largest, *temperature);
+        let upper_end = largest - (end as f64 - 0.5) / INTERVALS_PER_UNIT * temperature;
+        let relative = |z: f64| (z - largest) / temperature;
         let mut truncation = Truncation { last: (upper_end, u32::MAX), largest, temperature, mass, ranked: None };
         for (z, id) in ids {
             // The id that completes the nucleus is in it; the most probable one always is.
@@ -190,9 +184,84 @@ impl Truncation {
     }
 }
 
-/// The number of intervals of `(largest - z) / T` in the histogram. Ids beyond the last interval, which count in it,
-/// have hardly any mass.
+/// The masses of a distribution by intervals of `t = 32 (largest - z) / T`: interval i has those whose t rounds to i, and
+/// the last one all others.
+struct Histogram {
+    largest: f64,
+    temperature: f64,
+    /// `[INTERVALS]`
+    masses: Vec<f64>,
+}
+
+impl Histogram {
+    /// Adds up the masses of these logits.
+    fn new(z: &[f64], temperature: f64) -> Self {
+        let (largest, scale) = (largest(z), intervals_per_logit(temperature));
+        // Masses relative to that of the middle of their interval, but for the last one.
+        let piece = |z: &[f64]| {
+            let mut masses = vec![0.0; INTERVALS];
+            for z in z {
+                let t = (largest - z) * scale;
+                let (interval, distance) = place(t);
+                masses[interval] += if interval == LAST {
+                    (-t / INTERVALS_PER_UNIT).exp()
+                } else {
+                    exp_near_zero(distance / INTERVALS_PER_UNIT)
+                };
+            }
+            masses
+        };
+        let pieces = parallel::map(z.chunks(z.len().div_ceil(PIECES).max(1)), piece);
+        let middle = |i: usize| if i == LAST { 1.0 } else { (-(i as f64) / INTERVALS_PER_UNIT).exp() };
+        let mass = |i: usize| middle(i) * pieces.iter().map(|masses| masses[i]).sum::<f64>();
+        Histogram { largest, temperature, masses: (0..INTERVALS).map(mass).collect() }
+    }
+
+    /// Returns the possible ids of an interval with their logits.
+    fn ids_in(&self, interval: usize, z: &[f64]) -> Vec<Ranked> {
+        let Histogram { largest, temperature, .. } = *self;
+        let scale = intervals_per_logit(temperature);
+        // No logit of the interval is below this one, which leaves room for rounding.
+        let least = largest - (interval + 1) as f64 / INTERVALS_PER_UNIT * temperature;
+        let least = if interval == LAST { f64::NEG_INFINITY } else { least };
+        let is_in = |z: f64| place((largest - z) * scale).0 == interval;
+        let ids = |(task, z): (usize, &[f64])| {
+            let mut found = Vec::new();
+            for (id, &z) in ((task * TASK_IDS) as u32..).zip(z) {
+                if z > least && is_in(z) {
+                    found.push((z, id));
+                }
+            }
+            found
+        };
+        parallel::map(z.chunks(TASK_IDS).enumerate(), ids).concat()
+    }
+}
+
+/// Returns the finite factor from differences of logits to t.
+fn intervals_per_logit(temperature: f64) -> f64 {
+    (INTERVALS_PER_UNIT / temperature).min(f64::MAX)
+}
+
+/// Rounds t, which is at least zero, to its interval. Also returns the interval's middle less t.
+fn place(t: f64) -> (usize, f64) {
+    // The last bits of a sum with 2^52 are the nearest integer.
+    const TWO_TO_52: f64 = (1u64 << 52) as f64;
+    let t = if t < LAST as f64 { t } else { LAST as f64 };
+    let sum = t + TWO_TO_52;
+    ((sum.to_bits() & (INTERVALS - 1) as u64) as usize, (sum - TWO_TO_52) - t)
+}
+
+/// Returns `exp(x)` for x from -1/64 to 1/64: the remainder of its series is below 1e-16.
+fn exp_near_zero(x: f64) -> f64 {
+    const FACTORS: [f64; 6] = [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
+    FACTORS.iter().fold(1.0 / 720.0, |sum, factor| sum * x + factor)
+}
+
+/// The number of intervals of a histogram. Ids beyond the last interval, which count in it, have hardly any mass.
 const INTERVALS: usize = 1024;
+/// The last interval.
+const LAST: usize = INTERVALS - 1;
 /// The number of intervals in a unit of `(largest - z) / T`.
 const INTERVALS_PER_UNIT: f64 = 32.0;
 /// The number of pieces of the vocabulary, whose histograms are added up in order, so that the sums do not depend on

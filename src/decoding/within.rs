@@ -33,7 +33,7 @@ impl Renormalised {
         for ids in ids.chunk_by(|a, b| *a as usize / TILE == *b as usize / TILE) {
             let tile = ids[0] as usize / TILE;
             are_logits = distribution.logit_tile(tile, &mut buffer).is_some();
-            let tile = if are_logits { &buffer } else { distribution.tile(tile, f64::NEG_INFINITY, &mut buffer) };
+            let tile = if are_logits { &buffer } else { distribution.tile(tile, &mut buffer) };
             values.extend(ids.iter().map(|&id| tile[id as usize % TILE]));
         }
         let log_sum = log_sum_exp(values.iter().copied(), 1.0);

@@ -181,7 +181,7 @@ fn read_all_ids(distribution: &dyn Distribution) -> Vec<f64> {
     let tasks = log_probs.chunks_mut(TASK_TILES * TILE).enumerate();
     parallel::for_each_with(tasks, Vec::new, |buffer, (task, to)| {
         for (tile, to) in (task * TASK_TILES..).zip(to.chunks_mut(TILE)) {
-            let from = distribution.tile(tile, f64::NEG_INFINITY, buffer);
+            let from = distribution.tile(tile, buffer);
             to.copy_from_slice(from);
         }
     });

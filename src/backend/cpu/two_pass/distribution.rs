@@ -60,11 +60,19 @@ impl<F: Float> Distribution for PositionRows<'_, F> {
         self.defect
     }
 
-    fn tile<'b>(&'b self, tile: usize, floor: f64, buffer: &'b mut Vec<f64>) -> &'b [f64] {
+    fn tile<'b>(&'b self, tile: usize, buffer: &'b mut Vec<f64>) -> &'b [f64] {
+        self.tile_above(tile, f64::NEG_INFINITY, buffer)
+    }
+
+    fn tile_above<'b>(&'b self, tile: usize, floor: f64, buffer: &'b mut Vec<f64>) -> &'b [f64] {
         let ids = TILE.min(self.vocab - tile * TILE);
         buffer.resize(ids, 0.0);
-        F::dispatch(self.isa, MixTile { position: self, first: tile * TILE, floor: F::from_f64(floor), to: buffer });
-        buffer
+        let mix = MixTile { position: self, first: tile * TILE, floor: F::from_f64(floor), to: buffer };
+        if F::dispatch(self.isa, mix) {
+            buffer
+        } else {
+            &[]
+        }
     }
 
     fn logit_tile<'b>(&'b self, tile: usize, buffer: &'b mut Vec<f64>) -> Option<&'b [f64]> {
@@ -84,7 +92,8 @@ impl<F: Float> Distribution for PositionRows<'_, F> {
     }
 }
 
-/// The kernel that computes `log p(v)` of the ids of one tile.
+/// The kernel that computes `log p(v)` of the ids of one tile. It returns whether any is written: if all are below the
+/// floor, none is.
 struct MixTile<'a, F> {
     position: &'a PositionRows<'a, F>,
     /// The first id of the tile.
@@ -95,10 +104,10 @@ struct MixTile<'a, F> {
 }
 
 impl<F: Float> Kernel<F> for MixTile<'_, F> {
-    type Output = ();
+    type Output = bool;
 
     #[inline(always)]
-    fn run<V: Vector<F>>(self, v: V) {
+    fn run<V: Vector<F>>(self, v: V) -> bool {
         let MixTile { position, first, floor, to } = self;
         let stride = V::registers(&position.rows[..position.stride]).len();
         let rows = V::registers(&position.rows[first..]);
@@ -106,16 +115,22 @@ impl<F: Float> Kernel<F> for MixTile<'_, F> {
         let least_term = least_term(floor, position.components.len());
         let mut mixed = [F::zero(); TILE];
         let registers = V::registers_mut(&mut mixed[..to.len().next_multiple_of(ROW_ALIGN)]);
+        let mut any = false;
         for (i, log_p) in registers.iter_mut().enumerate() {
             let largest = largest_term(v, &rows[i..], stride, components.clone());
             *log_p = if v.largest(largest) < least_term {
                 v.splat(F::neg_infinity())
             } else {
+                any = true;
                 mix_register(v, &rows[i..], stride, components.clone(), largest).0
             };
+        }
+        if !any {
+            return false;
         }
         for (to, log_p) in to.iter_mut().zip(mixed) {
             *to = log_p.f64();
         }
+        true
     }
 }

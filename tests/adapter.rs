@@ -150,6 +150,41 @@ on_each_device! {
         Ok(())
     }
 
+    /// Results are those of the adapter rounded to the weight's dtype, and its gradients are the same, in f32.
+    fn an_adapter_in_f32_trains_on_a_weight_in_half_precision(device: &Device) -> Result<()> {
+        let targets = Tensor::new(&[1u32, 7, 40, 3, 0, 9], device)?;
+        for &dtype in dtypes(device).iter().filter(|dtype| matches!(dtype, DType::F16 | DType::BF16)) {
+            for head in HEADS {
+                let mut parameters = Parameters::random(head, 6, dtype, device)?;
+                let results = |parameters: &Parameters, adapter: &LowRankAdapter| {
+                    let head = parameters.head(parameters.weight().clone(), Some(adapter.clone()))?;
+                    let loss = head.loss(parameters.hidden(), &targets, &LossOptions::default())?;
+                    let gradients = loss.backward()?;
+                    let found = [
+                        loss.nll,
+                        head.log_probs(parameters.hidden())?,
+                        head.frozen()?.top_k(parameters.hidden(), 5)?.log_probs,
+                    ];
+                    let of_adapter = [adapter.a(), adapter.b()].map(|factor| gradients.get(factor).cloned());
+                    Ok::<_, Error>((found.map(|tensor| numbers(&tensor)), of_adapter.map(|found| found.expect("a gradient"))))
+                };
+                let half = parameters.adapter()?;
+                for name in ["a", "b"] {
+                    let wide = parameters.tensors[name].to_dtype(DType::F32)?;
+                    parameters.tensors.insert(name, Var::from_tensor(&wide)?.into_inner());
+                }
+                let (found, gradients) = results(&parameters, &parameters.adapter()?)?;
+                let (expected, of_half) = results(&parameters, &half)?;
+                assert_eq!(found, expected);
+                for (found, expected) in gradients.iter().zip(&of_half) {
+                    assert_eq!(found.dtype(), DType::F32);
+                    assert_eq!(numbers(found), numbers(expected));
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn a_sampled_loss_computes_the_rows_of_the_sample(device: &Device) -> Result<()> {
         let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(12, 3)?;
         let options = LossOptions::new().with_sampled_softmax(negatives.clone());
@@ -296,7 +331,7 @@ on_each_device! {
         let (a, b) = (zeros(&[2, 6], DType::F32)?, zeros(&[9, 2], DType::F32)?);
         let error = LowRankAdapter::from_tensors(a, b, f64::NAN).expect_err("no number");
         assert!(matches!(error, Error::Config { argument: "scale", .. }), "{error}");
-        for (shape, dtype) in [([9, 5], DType::F32), ([8, 6], DType::F32), ([9, 6], DType::BF16)] {
+        for (shape, dtype) in [([9, 5], DType::F32), ([8, 6], DType::F32), ([9, 6], DType::F64)] {
             let head: Head<Identity> = SoftmaxHead::from_tensors(zeros(&shape, dtype)?, None)?;
             let error = head.with_adapter(adapter(&[2, 6], &[9, 2], DType::F32)?).expect_err("another weight");
             match dtype {

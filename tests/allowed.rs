@@ -9,7 +9,7 @@ use common::allowed::{assert_config, cases, entropies, ids, nll, per_position, r
 use common::case::Tensors;
 use common::check::{assert_near, central_differences, gradients, Gradients};
 use common::problem::{Problem, Sets};
-use common::values::{gradient, numbers, Numbers};
+use common::values::{gradient, numbers, uniform, Numbers};
 use common::{exact, on, on_each_device};
 use mos_head::decode::{Sampler, Sampling};
 use mos_head::sampled::{Negatives, NoiseDistribution};
@@ -695,5 +695,28 @@ fn the_number_of_threads_changes_no_bit() -> Result<()> {
             assert_eq!(results(threads)?, one, "{case:?} {threads}");
         }
     }
+    Ok(())
+}
+
+/// A mask as words allows the ids of the mask as a tensor.
+#[test]
+fn words_are_a_mask() -> Result<()> {
+    for vocab in [1usize, 31, 32, 33, 100] {
+        let mask: Vec<u8> = (0..vocab).map(|id| u8::from(id * 7 % 5 < 2)).collect();
+        // Bits beyond the vocabulary count for nothing.
+        let mut words = vec![0u32; vocab.div_ceil(32)];
+        (vocab..words.len() * 32).for_each(|bit| words[bit / 32] |= 1 << (bit % 32));
+        mask.iter().enumerate().for_each(|(id, &bit)| words[id / 32] |= u32::from(bit) << (id % 32));
+        let weight = uniform(&[vocab, 3], 1.0, 1)?;
+        let mixture = Mixture::new(&uniform(&[4, 1, 3], 1.0, 2)?, None, &weight, None)?;
+        let by_mask = AllowedIds::from_mask(&Tensor::new(&mask[..], &Device::Cpu)?)?;
+        let by_words = AllowedIds::from_words(&words, vocab)?;
+        let log_probs = |allowed| mixture.restricted(allowed)?.log_probs()?.to_vec2::<f64>().map_err(Error::from);
+        assert_eq!(log_probs(&by_words)?, log_probs(&by_mask)?);
+    }
+    let error = AllowedIds::from_words(&[1, 2], 32).unwrap_err().to_string();
+    assert_eq!(error, "words: expected 1 words for vocab_size 32, got 2");
+    let mixture = Mixture::new(&uniform(&[4, 1, 3], 1.0, 2)?, None, &uniform(&[33, 3], 1.0, 1)?, None)?;
+    assert!(mixture.restricted(&AllowedIds::from_words(&[1, 2], 34)?).is_err());
     Ok(())
 }

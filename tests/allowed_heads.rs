@@ -12,15 +12,15 @@ use common::allowed::{assert_config, cases, ids, per_position, renormalized};
 use common::given::{places, Given};
 use common::problem::Problem;
 use common::values::{gradients, numbers, uniform, Numbers};
-use mos_head::decode::{BeamSearch, Sampler, Sampling};
+use mos_head::decode::{BeamSearch, NextToken, Sampler, Sampling, TokenRequest};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::parts::LowRankAdapter;
 use mos_head::policy::{PolicyBatch, PolicyOptions};
 use mos_head::score::ScoreOptions;
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::{
-    Distributions, DropoutMasks, Error, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OptionName,
-    OutputLayer, Result, SoftmaxHead,
+    Distributions, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes,
+    OptionName, OutputLayer, Result, SoftmaxHead,
 };
 
 /// The most probable ids are those of a sort of the set; no id is outside.
@@ -333,5 +333,113 @@ fn dropout_is_that_of_the_head() -> Result<()> {
     let loss = |options: &LossOptions| -> Result<Loss> { restricted.loss(&hidden, &ids(&[1, 2, 3, 1], &[4]), options) };
     assert_eq!(numbers(&loss(&options)?.nll), numbers(&loss(&options)?.nll));
     assert_abs_diff_eq!(numbers(&loss(&LossOptions::evaluation())?.nll), [3f64.ln(); 4], epsilon = 1e-6);
+    Ok(())
+}
+
+/// The bits of every result of a restricted head, and the gradient of the hidden states.
+fn results(head: &dyn OutputLayer, hidden: &Tensor) -> Result<Vec<u64>> {
+    let hidden = Var::from_tensor(hidden)?;
+    let positions = hidden.elem_count() / 8;
+    let ids = Tensor::from_iter((0..positions).map(|t| SHARED[t % 6]), &Device::Cpu)?.reshape((3, 4))?;
+    let loss = head.loss(&hidden, &ids, &LossOptions::default())?;
+    let gradients = loss.backward()?;
+    let request =
+        TokenRequest::new(Sampling::new().with_top_p(0.9), 5)?.with_best(3).with_entropy(true).with_rank(true);
+    let tokens = head.next_tokens(&hidden, &vec![&request; positions])?;
+    let of_token = |token: &NextToken| {
+        let best = token.best.iter().flat_map(|&(id, log_p)| [f64::from(id), log_p]);
+        let rank = token.rank.expect("asked for") as f64;
+        let numbers = [f64::from(token.token_id), token.log_prob, token.sampled_log_prob, rank];
+        best.chain(numbers).chain(token.entropy).collect::<Vec<_>>()
+    };
+    let mut found: Vec<f64> = tokens.iter().flat_map(of_token).collect();
+    let top = head.top_k(&hidden, 4)?;
+    for tensor in [
+        &loss.value,
+        gradients.get(&hidden).expect("a gradient"),
+        &head.log_probs(&hidden)?,
+        &head.score(&hidden, &ids, &ScoreOptions::new().with_entropy(true))?.log_prob,
+        &top.token_ids.to_dtype(DType::F64)?,
+        &top.log_probs,
+        &head.sample(&hidden, &mut Sampler::new(Sampling::new(), 3)?)?.to_dtype(DType::F64)?,
+        &head.distributions(&hidden, Some(&[1, 5, 6]))?.log_probs()?,
+    ] {
+        found.extend(numbers(tensor).iter());
+    }
+    Ok(found.into_iter().map(f64::to_bits).collect())
+}
+
+/// A frozen head, whose rows are gathered once, gives the bits of the head whose rows are gathered at each call.
+#[test]
+fn a_frozen_head_has_the_same_results() -> Result<()> {
+    let (_, heads, hidden) = heads()?;
+    for head in &heads {
+        for (allowed, _) in [sets()[0].clone(), (AllowedIds::new(&SHARED).with_empty_as_full(true), vec![])] {
+            let restricted = Restricted::new(head, allowed)?;
+            let frozen = restricted.frozen()?;
+            let expected = results(&restricted, &hidden)?;
+            // The first call gathers the rows, and the others have them.
+            for _ in 0..2 {
+                assert!(results(&frozen, &hidden)? == expected);
+            }
+            assert!(results(&frozen.frozen()?, &hidden)? == expected);
+        }
+    }
+    Ok(())
+}
+
+/// The rows of a weight that is another one at each call, or a variable, are not those of the first call.
+#[test]
+fn frozen_rows_are_those_of_the_weight() -> Result<()> {
+    #[derive(Debug)]
+    struct Changing(std::sync::Mutex<f64>, Option<Var>);
+
+    impl OutputLayer for Changing {
+        fn hidden_size(&self) -> usize {
+            8
+        }
+
+        fn vocab_size(&self) -> usize {
+            60
+        }
+
+        fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+            self.mixture(hidden, options.dropout)?.loss(targets, options)
+        }
+
+        fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+            self.mixture(hidden, DropoutMasks::Off)?.log_probs()
+        }
+    }
+
+    impl MixtureLayer for Changing {
+        fn components(&self) -> usize {
+            1
+        }
+
+        fn mixture(&self, hidden: &Tensor, _: DropoutMasks) -> Result<Mixture> {
+            let mut scale = self.0.lock().expect("the scale");
+            *scale += 1.0;
+            let weight = match &self.1 {
+                Some(var) => var.as_tensor().clone(),
+                None => (uniform(&[60, 8], 1.0, 1)? * *scale)?,
+            };
+            Mixture::new(&hidden.unsqueeze(hidden.rank() - 1)?, None, &weight, None)
+        }
+    }
+
+    let hidden = uniform(&[2, 8], 1.7, 5)?;
+    let log_probs = |head: &dyn OutputLayer| Ok::<_, Error>(numbers(&head.log_probs(&hidden)?));
+    let changing = Restricted::new(Changing(0.0.into(), None), AllowedIds::new(&SHARED))?;
+    let frozen = changing.frozen()?;
+    assert!(log_probs(&frozen)? != log_probs(&frozen)?);
+
+    let var = Var::from_tensor(&uniform(&[60, 8], 1.0, 1)?)?;
+    let trained = Restricted::new(Changing(0.0.into(), Some(var.clone())), AllowedIds::new(&SHARED))?;
+    let frozen = trained.frozen()?;
+    let before = log_probs(&frozen)?;
+    var.set(&uniform(&[60, 8], 1.0, 2)?)?;
+    assert!(log_probs(&frozen)? != before);
+    assert_eq!(log_probs(&frozen)?, log_probs(&trained)?);
     Ok(())
 }

@@ -62,19 +62,20 @@ impl Model {
         Ok(sum)
     }
 
-    /// All sequences of at most `length` ids, the best first.
-    fn all(&self, start: u32, length: usize, alpha: f64) -> Result<Vec<Sequence>> {
+    /// All sequences of at most `length` ids, the best first. Those of fewer than `least` ids do not end.
+    fn all(&self, start: u32, ends: &[u32], (least, length): (usize, usize), alpha: f64) -> Result<Vec<Sequence>> {
         let penalty = |n: usize| ((5.0 + n as f64) / 6.0).powf(alpha);
         let (mut found, mut open) = (Vec::new(), vec![vec![]]);
         for n in 1..=length {
             let mut next = Vec::new();
             for prefix in open {
-                for id in 0..VOCAB as u32 {
+                for id in (0..VOCAB as u32).filter(|id| n >= least || !ends.contains(id)) {
                     let ids = [&prefix[..], &[id]].concat();
-                    if id == END || n == length {
+                    let is_end = ends.contains(&id);
+                    if is_end || n == length {
                         let log_prob = self.log_prob(start, &ids)?;
-                        let tokens = if id == END { prefix.clone() } else { ids };
-                        found.push((tokens, log_prob, log_prob / penalty(n), id == END));
+                        let tokens = if is_end { prefix.clone() } else { ids };
+                        found.push((tokens, log_prob, log_prob / penalty(n), is_end));
                     } else {
                         next.push(ids);
                     }
@@ -91,12 +92,15 @@ on_each_device! {
     fn a_beam_that_holds_all_prefixes_finds_the_best_of_all_sequences(device: &Device) -> Result<()> {
         // Many thousands of small calls; a GPU synchronizes after each.
         for seed in 0..if device.is_cpu() { 4 } else { 1 } {
-            for alpha in [0.0, 0.6, 2.0] {
+            for (alpha, ends, least) in
+                [(0.0, &[END][..], 1), (0.6, &[END], 1), (2.0, &[END], 1), (0.6, &[END, 3], 1), (0.3, &[END, 2, 3], 3)]
+            {
                 let model = Model::new(seed, device)?;
                 let search = BeamSearch::new(END).with_width(300).with_max_length(4).with_n_best(12);
+                let search = search.with_ends(ends).with_min_length(least);
                 let found = model.search(&search.with_length_penalty(alpha), &[1, 3])?;
                 for (start, found) in [1, 3].into_iter().zip(found) {
-                    let all = model.all(start, 4, alpha)?;
+                    let all = model.all(start, ends, (least, 4), alpha)?;
                     assert_eq!(found.len(), 12);
                     for (got, (tokens, log_prob, score, finished)) in found.iter().zip(&all) {
                         assert_abs_diff_eq!(got.score, *score, epsilon = 1e-4);
@@ -221,7 +225,8 @@ on_each_device! {
             (of().with_n_best(0), "n_best"),
             (of().with_width(2).with_n_best(3), "n_best"),
             (of().with_length_penalty(-1.0), "length_penalty"),
-            (BeamSearch::new(VOCAB as u32), "end"),
+            (of().with_max_length(2).with_min_length(3), "min_length"),
+            (BeamSearch::new(VOCAB as u32), "ends"),
         ] {
             let error = model.search(&search, &[1]).expect_err("out of range");
             assert!(matches!(error, Error::Config { argument: got, .. } if got == argument), "{error:?}");
@@ -273,7 +278,7 @@ on_each_device! {
 
 impl Model {
     fn log_prob_of(&self, start: u32, hypothesis: &Hypothesis) -> Result<f64> {
-        let end: &[u32] = if hypothesis.finished { &[END] } else { &[] };
-        self.log_prob(start, &[&hypothesis.token_ids[..], end].concat())
+        assert_eq!(hypothesis.end.is_some(), hypothesis.finished);
+        self.log_prob(start, &[&hypothesis.token_ids[..], hypothesis.end.as_slice()].concat())
     }
 }

@@ -84,6 +84,27 @@ on_each_device! {
         Ok(())
     }
 
+    /// A head is a module in a model, as the linear layer is whose place it takes.
+    fn a_softmax_is_the_module_of_its_logits(device: &Device) -> Result<()> {
+        for &dtype in dtypes(device) {
+            let on = |shape: &[usize], seed| Ok::<_, Error>(Var::from_tensor(&tensor(shape, seed, dtype)?.to_device(device)?)?);
+            let (weight, bias, hidden) = (on(&[33, 7], 1)?, on(&[33], 2)?, on(&[2, 3, 7], 3)?);
+            let linear = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
+            let head = SoftmaxHead::try_from(linear.clone())?;
+            let (logits, expected) = (hidden.apply(&head)?, hidden.apply(&linear)?);
+            assert_eq!((logits.dims(), logits.dtype()), (expected.dims(), dtype));
+            assert_close("logits", &numbers(&logits), &numbers(&expected), None, Tolerance::value(dtype));
+            let (found, expected) = (logits.sqr()?.sum_all()?.backward()?, expected.sqr()?.sum_all()?.backward()?);
+            for var in [&weight, &bias, &hidden] {
+                let [found, expected] = [&found, &expected].map(|store| numbers(store.get(var).expect("a gradient")));
+                assert_close("gradient", &found, &expected, None, Tolerance::gradient(dtype));
+            }
+            let error = on(&[2, 8], 4)?.apply(&head).unwrap_err().to_string();
+            assert!(error.contains("hidden: expected shape [.., 7]"), "{error}");
+        }
+        Ok(())
+    }
+
     fn a_malformed_linear_layer_is_an_error_that_names_its_weight(device: &Device) -> Result<()> {
         let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, device);
         let bad = [

@@ -196,3 +196,48 @@ fn given_log_probabilities_have_no_components_and_no_smoothing() -> Result<()> {
     assert!(matches!(error, Error::Unsupported { option: OptionName::LabelSmoothing, .. }), "{error}");
     Ok(())
 }
+
+/// The responsibilities are the posterior of the components: those of plain numbers, for adapters and softcaps too.
+#[test]
+fn responsibilities_are_the_posterior_of_the_components() -> Result<()> {
+    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 3e-2)] {
+        for components in [1, 4] {
+            let contexts = tensor(&[2, 3, components, 5], 4, dtype)?;
+            let log_priors = candle_nn::ops::log_softmax(&tensor(&[2, 3, components], 1, DType::F64)?, 2)?;
+            let (weight, bias) = (tensor(&[VOCAB, 5], 2, dtype)?, tensor(&[VOCAB], 3, dtype)?);
+            let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, Some(&bias))?.with_softcap(2.0)?;
+            let targets = ids(&LEADING)?;
+            let found = mixture.responsibilities(&targets)?;
+            assert_eq!(found.dims(), [2, 3, components]);
+            let single = |k: usize| -> Result<Numbers> {
+                let softmax =
+                    Mixture::new(&contexts.narrow(2, k, 1)?, None, &weight, Some(&bias))?.with_softcap(2.0)?;
+                Ok(numbers(&softmax.log_prob(&targets)?))
+            };
+            let by_component = (0..components).map(single).collect::<Result<Vec<_>>>()?;
+            let priors = log_priors.flatten_to(1)?.to_vec2::<f64>()?;
+            let mut expected = Vec::new();
+            for (t, priors) in priors.iter().enumerate() {
+                let joint: Vec<f64> = (0..components).map(|k| (priors[k] + by_component[k][t]).exp()).collect();
+                expected.extend(joint.iter().map(|p| p / joint.iter().sum::<f64>()));
+            }
+            assert_abs_diff_eq!(numbers(&found), Numbers::from(expected), epsilon = tolerance);
+        }
+    }
+    let contexts = Var::from_tensor(&tensor(&[2, 3, 4, 5], 4, DType::F64)?)?;
+    let responsibilities = mixture(&contexts)?.responsibilities(&ids(&LEADING)?)?;
+    assert!(!responsibilities.track_op());
+    let outside = Tensor::full(VOCAB as u32, &LEADING, &Device::Cpu)?;
+    let error = mixture(&contexts)?.responsibilities(&outside).unwrap_err().to_string();
+    assert!(error.contains("position 0") && error.contains("30"), "{error}");
+    let error = mixture(&contexts)?.responsibilities(&ids(&[6])?).unwrap_err();
+    assert!(matches!(error, Error::Shape { argument: "targets", .. }), "{error}");
+    let empty = Mixture::new(
+        &contexts.narrow(0, 0, 0)?,
+        Some(&tensor(&[0, 3, 4], 1, DType::F64)?),
+        &tensor(&[9, 5], 2, DType::F64)?,
+        None,
+    )?;
+    assert_eq!(empty.responsibilities(&ids(&[0, 3])?)?.dims(), [0, 3, 4]);
+    Ok(())
+}

@@ -6,7 +6,10 @@ use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::values::{numbers, tensor, uniform, Numbers};
-use mos_head::{Error, LossOptions, MixtureConfig, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Result};
+use mos_head::parts::LowRankAdapter;
+use mos_head::{
+    Error, LossOptions, MixtureConfig, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, Result, SoftmaxHead,
+};
 
 const HIDDEN: usize = 60;
 const CONTEXT: usize = 50;
@@ -123,5 +126,39 @@ fn a_wrong_shape_or_spread_is_an_error_that_names_it() -> Result<()> {
     let error = config().with_context_dim(CONTEXT + 1).similar_components(&weight, 0.5).expect_err("another context");
     assert!(matches!(error, Error::Shape { argument: "latent_weight", .. }), "{error}");
     assert!(error.to_string().contains("[204, 60]") && error.to_string().contains("[200, 60]"), "{error}");
+    Ok(())
+}
+
+/// A softmax that is grown into a mixture has its distributions, its options and its adapter, and then separates.
+#[test]
+fn a_mixture_begins_as_the_softmax_that_it_is_grown_from() -> Result<()> {
+    for (dtype, tolerance) in [(DType::F64, 1e-13), (DType::F32, 1e-5), (DType::BF16, 0.1)] {
+        let weight = Var::from_tensor(&tensor(&[30, 8], 1, dtype)?)?;
+        let adapter = LowRankAdapter::from_tensors(tensor(&[2, 8], 2, dtype)?, tensor(&[30, 2], 3, dtype)?, 0.5)?;
+        let softmax = SoftmaxHead::from_tensors(weight.as_tensor().clone(), Some(tensor(&[30], 4, dtype)?))?;
+        let softmax = softmax.with_adapter(adapter)?.with_logit_scale(0.7)?.with_softcap(5.0)?;
+        let hidden = tensor(&[2, 3, 8], 5, dtype)?;
+        let mixture = MixtureOfSoftmaxes::from_softmax(&softmax, 3, 7)?;
+        let log_probs = [&mixture as &dyn OutputLayer, &softmax].map(|head| head.log_probs_as(&hidden, DType::F64));
+        let [found, expected] = log_probs;
+        assert_abs_diff_eq!(numbers(&found?), numbers(&expected?), epsilon = tolerance);
+
+        let targets = Tensor::new(&[[1u32, 7, 29], [3, 0, 9]], &Device::Cpu)?;
+        let loss = mixture.loss(&hidden, &targets, &LossOptions::default())?;
+        let gradients = loss.backward()?;
+        let latent = numbers(gradients.get(mixture.projection().parameters()[1]).expect("a gradient"));
+        assert!(latent[..64] != latent[64..128] && latent[64..128] != latent[128..]);
+        assert!(mixture.projection().parameters().iter().all(|tensor| gradients.get(tensor).is_some()));
+        assert!(gradients.get(&weight).is_some());
+        // Another seed has other priors.
+        let priors = |seed| {
+            Ok::<_, Error>(numbers(MixtureOfSoftmaxes::from_softmax(&softmax, 3, seed)?.projection().parameters()[0]))
+        };
+        assert_eq!(priors(7)?, numbers(mixture.projection().parameters()[0]));
+        assert!(priors(8)? != priors(7)?);
+    }
+    let softmax = SoftmaxHead::from_tensors(tensor(&[30, 8], 1, DType::F32)?, None)?;
+    let error = MixtureOfSoftmaxes::from_softmax(&softmax, 0, 1).unwrap_err();
+    assert!(matches!(error, Error::Config { argument: "components", .. }), "{error}");
     Ok(())
 }

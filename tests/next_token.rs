@@ -14,6 +14,7 @@ use common::problem::Problem;
 use common::reference::distributions;
 use common::values::{uniform, Numbers};
 use mos_head::decode::{Constraints, NextToken, Sampling, TokenRequest};
+use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::{Distributions, Error, OutputLayer, Result, SoftmaxHead};
 
 const VOCAB: usize = 23;
@@ -29,8 +30,9 @@ fn truth(case: &Case) -> Vec<(Vec<f64>, f64)> {
 }
 
 /// The constraints that are tested, with a prompt and generated ids.
-fn all_constraints() -> Vec<Constraints> {
+fn all_constraints(vocab: usize) -> Vec<Constraints> {
     let none = Constraints::new;
+    let words = vocab.div_ceil(32);
     vec![
         none(),
         none().with_bias(&[(3, 2.5), (4, -1.0), (3, 0.5), (5, f64::NEG_INFINITY)]),
@@ -49,6 +51,23 @@ fn all_constraints() -> Vec<Constraints> {
             .with_processor(|_, z| z.iter_mut().for_each(|z| *z *= 0.9))
             .with_allowed(&[0, 1, 2, 3, 4, 5, 6, 7])
             .with_banned(&[2]),
+        // The last three ids are 2, 9 and 0.
+        none()
+            .with_repetition_penalty(1.7)
+            .with_frequency_penalty(0.6)
+            .with_presence_penalty(0.3)
+            .with_penalty_window(3),
+        // The last eight have two of the prompt among them.
+        none().with_repetition_penalty(1.7).with_frequency_penalty(0.6).with_penalty_window(8),
+        none().with_allowed_mask([0b0101_1010_0000_1111u32, 0].into_iter().cycle().take(words).collect()),
+        // It makes an id possible that is not allowed, in vain, and sees the masks and the text.
+        none().with_allowed(&[0, 1, 2, 3, 4, 5, 6, 7]).with_banned(&[2]).with_logits_processor(|text, z| {
+            assert_eq!(text, [&PROMPT[..], &GENERATED].concat());
+            assert!(z[2] == f64::NEG_INFINITY && z[8..].iter().all(|&z| z == f64::NEG_INFINITY));
+            let largest = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            z.iter_mut().filter(|z| **z < largest - 1.0).for_each(|z| *z = f64::NEG_INFINITY);
+            (z[2], z[9]) = (50.0, 50.0);
+        }),
     ]
 }
 
@@ -81,11 +100,29 @@ fn constrained(log_probs: &[f64], offset: f64, which: usize) -> Vec<f64> {
         4 => keep(&mut z, &|v| [1, 4, 7, 9, 20].contains(&v)),
         5 => keep(&mut z, &|v| ![0, 2, 4, 22].contains(&v)),
         6 => (0..z.len()).step_by(3).for_each(|v| z[v] = z[v].max(-0.5) + 1.0),
-        _ => {
+        7 => {
             z[1] += 1.0;
             repetition(&mut z, 0.8);
             (0..z.len()).for_each(|v| z[v] = (z[v] + 0.2 * generated(v)) * 0.9);
             keep(&mut z, &|v| v < 8 && v != 2);
+        }
+        8 => {
+            for v in [2, 9, 0] {
+                z[v] = z[v] * if z[v] > 0.0 { 1.0 / 1.7 } else { 1.7 } - 0.9;
+            }
+        }
+        9 => {
+            // Once for each occurrence: prompt 4 and 1, then 2, 7, 2, 2, 9, 0.
+            for (v, n) in [(4, 0.0), (1, 0.0), (2, 3.0), (7, 1.0), (9, 1.0), (0, 1.0)] {
+                z[v] = z[v] * if z[v] > 0.0 { 1.0 / 1.7 } else { 1.7 } - 0.6 * n;
+            }
+        }
+        10 => keep(&mut z, &|v| v / 32 % 2 == 0 && [0, 1, 2, 3, 9, 11, 12, 14].contains(&(v % 32))),
+        _ => {
+            keep(&mut z, &|v| v < 8 && v != 2);
+            let largest = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let least = largest - 1.0;
+            z.iter_mut().filter(|z| **z < least).for_each(|z| *z = f64::NEG_INFINITY);
         }
     }
     z
@@ -130,7 +167,7 @@ fn probabilities(z: &[f64], sampling: &Sampling) -> Vec<f64> {
 
 fn check(case: &Case, dtype: DType, device: &Device, tolerance: f64) -> Result<()> {
     let (mixture, truth) = (case.mixture(dtype, device)?, truth(case));
-    for (which, constraints) in all_constraints().iter().enumerate() {
+    for (which, constraints) in all_constraints(case.sizes.vocab).iter().enumerate() {
         for sampling in samplings() {
             let requests: Vec<TokenRequest> =
                 (0..truth.len()).map(|t| request(&sampling, t as u64, constraints)).collect::<Result<_>>()?;
@@ -183,7 +220,7 @@ fn draws_have_the_frequencies_of_the_constrained_distribution() -> Result<()> {
         let (log_probs, offset) = &truth(&case)[0];
         let (one, many) = (case.mixture(DType::F64, &Device::Cpu)?, 2000);
         let many_positions = case.at(vec![0; many]).mixture(DType::F64, &Device::Cpu)?;
-        for (which, constraints) in all_constraints().iter().enumerate() {
+        for (which, constraints) in all_constraints(VOCAB).iter().enumerate() {
             for sampling in samplings() {
                 let p = probabilities(&constrained(log_probs, *offset, which), &sampling);
                 let mut counts = vec![0usize; VOCAB];
@@ -347,7 +384,8 @@ fn ids_of_the_text_outside_the_vocabulary_change_nothing() -> Result<()> {
     for components in [1, 3] {
         let mixture = case(6, components, VOCAB).mixture(DType::F32, &Device::Cpu)?;
         let log_probs = mixture.log_probs()?;
-        for constraints in all_constraints() {
+        // Those ids have a place in a window, and a processor sees them.
+        for constraints in all_constraints(VOCAB).into_iter().take(8) {
             for sampling in samplings() {
                 let new = |seed| TokenRequest::new(sampling.clone(), seed)?.with_constraints(constraints.clone());
                 let (mut plain, mut with_images) = (Vec::new(), Vec::new());
@@ -594,5 +632,125 @@ fn bad_arguments_are_errors() -> Result<()> {
     // No texts.
     let nothing = Tensor::zeros((0, 3), DType::F32, &Device::Cpu)?;
     assert!(NextToken::from_log_probs(&nothing, &[])?.is_empty());
+    Ok(())
+}
+
+/// The places of ids among all, by a sort; forced ids are taken as they are, even impossible ones.
+#[test]
+fn prompts_have_log_probabilities_ranks_and_the_best_ids() -> Result<()> {
+    for (components, vocab) in [(1, VOCAB), (3, 1500)] {
+        let case = case(6, components, vocab);
+        let mixture = case.mixture(DType::F64, &Device::Cpu)?;
+        for id in [0, 7, vocab as u32 - 1] {
+            let forced = TokenRequest::forced(id).with_best(3).with_rank(true);
+            for (token, (log_probs, _)) in mixture.next_tokens(&[&forced; 6])?.iter().zip(truth(&case)) {
+                let log_p = log_probs[id as usize];
+                assert_eq!((token.token_id, token.sampled_log_prob), (id, 0.0));
+                assert_abs_diff_eq!(token.log_prob, log_p, epsilon = 1e-12);
+                assert_eq!(token.rank, Some(1 + log_probs.iter().filter(|&&other| other > log_p).count()));
+                assert_eq!(token.best.len(), 3);
+            }
+        }
+    }
+    // Equal ids are ranked in their order, and so are impossible ones.
+    let none = f64::NEG_INFINITY;
+    let log_probs = Tensor::new(&[[0.25f64.ln(), none, 0.5f64.ln(), 0.25f64.ln(), none]], &Device::Cpu)?;
+    for (id, rank) in [(0, 2), (1, 4), (2, 1), (3, 3), (4, 5)] {
+        let token = &NextToken::from_log_probs(&log_probs, &[&TokenRequest::forced(id).with_rank(true)])?[0];
+        assert_eq!((token.token_id, token.rank), (id, Some(rank)));
+    }
+    // The head, and the same head among some ids.
+    let head = SoftmaxHead::from_tensors(uniform(&[40, 6], 1.7, 1)?, None)?;
+    let hidden = uniform(&[2, 3, 6], 1.7, 2)?;
+    let ids = [4u32, 0, 39, 12, 4, 7];
+    let log_probs = head.log_probs(&hidden)?.reshape((6, 40))?.to_vec2::<f64>()?;
+    for ((token, &id), log_probs) in head.prompt_log_probs(&hidden, &ids, 5)?.iter().zip(&ids).zip(&log_probs) {
+        let log_p = log_probs[id as usize];
+        assert_abs_diff_eq!(token.log_prob, log_p, epsilon = 1e-12);
+        assert_eq!(token.rank, Some(1 + log_probs.iter().filter(|&&other| other > log_p).count()));
+        assert_eq!((token.token_id, token.best.len()), (id, 5));
+    }
+    let within = Restricted::new(&head, AllowedIds::new(&[12, 3, 39]))?;
+    let ranks: Vec<_> = within.prompt_log_probs(&hidden, &ids, 2)?.iter().map(|token| token.rank).collect();
+    // Impossible ids: 0, 4 and 7 come after the three, in the order of all that are not allowed.
+    assert_eq!([ranks[0], ranks[1], ranks[4], ranks[5]], [Some(7), Some(4), Some(7), Some(10)]);
+    assert!(ranks[2] <= Some(3) && ranks[3] <= Some(3));
+    let error = head.prompt_log_probs(&hidden, &ids[..5], 1).unwrap_err().to_string();
+    assert_eq!(error, "requests: expected one for each of 6 positions, got 5");
+    let error = head.prompt_log_probs(&hidden, &[4, 0, 40, 1, 1, 1], 1).unwrap_err().to_string();
+    assert_eq!(error, "request 2: forced: expected token ids below vocab_size 40, got 40 at index 0");
+    Ok(())
+}
+
+/// Several requests of one position answer as they do alone.
+#[test]
+fn several_requests_share_a_position() -> Result<()> {
+    for components in [1, 3] {
+        let case = case(3, components, 1300);
+        let mixture = case.mixture(DType::F32, &Device::Cpu)?;
+        let constraints = all_constraints(1300);
+        let requests: Vec<TokenRequest> = (0..24)
+            .map(|i| request(&samplings()[i % 7], i as u64, &constraints[i % constraints.len()]))
+            .collect::<Result<_>>()?;
+        let requests: Vec<&TokenRequest> = requests.iter().collect();
+        let lists = [&requests[..11], &[], &requests[11..]];
+        let drawn = mixture.next_tokens_per_position(&lists)?;
+        for (position, (tokens, requests)) in drawn.iter().zip(lists).enumerate() {
+            let alone = case.at([position]).mixture(DType::F32, &Device::Cpu)?;
+            let expected: Vec<_> =
+                requests.iter().map(|request| Ok(alone.next_tokens(&[request])?.remove(0))).collect::<Result<_>>()?;
+            assert_eq!(*tokens, expected);
+        }
+    }
+    Ok(())
+}
+
+/// An end is not drawn before its time, and then it is.
+#[test]
+fn a_text_does_not_end_too_early() -> Result<()> {
+    let weight = Tensor::new(&[[5f32], [4.], [3.], [0.]], &Device::Cpu)?;
+    let head = SoftmaxHead::from_tensors(weight, None)?;
+    let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+    let mut request = TokenRequest::new(Sampling::greedy(), 1)?.with_ends(&[0, 1]).with_min_tokens(3).with_prompt(&[0]);
+    let mut text = Vec::new();
+    while !request.has_ended() {
+        let id = head.next_tokens(&hidden, &[&request])?[0].token_id;
+        request.push(id);
+        text.push(id);
+    }
+    assert_eq!((text, request.generated()), (vec![2, 2, 2, 0], 4));
+    // No other id is allowed.
+    let request = TokenRequest::new(Sampling::greedy(), 1)?.with_ends(&[0, 1]).with_min_tokens(1);
+    let request = request.with_constraints(Constraints::new().with_allowed(&[0, 1]))?;
+    assert!(matches!(head.next_tokens(&hidden, &[&request]), Err(Error::EmptySet { position: 0 })));
+    let error = TokenRequest::new(Sampling::greedy(), 1)?.with_ends(&[0, 4]).check(4).unwrap_err().to_string();
+    assert_eq!(error, "ends: expected token ids below vocab_size 4, got 4 at index 1");
+    for words in [0, 2] {
+        let constraints = Constraints::new().with_allowed_mask(vec![u32::MAX; words].into());
+        let error = TokenRequest::new(Sampling::greedy(), 1)?.with_constraints(constraints)?.check(4).unwrap_err();
+        assert_eq!(error.to_string(), format!("allowed_mask: expected 1 words for vocab_size 4, got {words}"));
+    }
+    Ok(())
+}
+
+/// Constraints of requests within sets: those of an unrestricted head whose other ids are banned.
+#[test]
+fn constraints_within_a_set_are_those_of_the_whole_head() -> Result<()> {
+    let (vocab, ids) = (1300u32, [1u32, 2, 4, 7, 9, 20, 512, 513, 1299]);
+    let outside: Vec<u32> = (0..vocab).filter(|id| !ids.contains(id)).collect();
+    let head = SoftmaxHead::from_tensors(uniform(&[vocab as usize, 6], 1.7, 1)?, None)?;
+    let within = Restricted::new(&head, AllowedIds::new(&ids))?;
+    let hidden = uniform(&[1, 6], 1.7, 2)?;
+    for (which, constraints) in all_constraints(vocab as usize).into_iter().take(11).enumerate() {
+        for (seed, sampling) in samplings().iter().enumerate() {
+            let banned = [&constraints.banned[..], &outside].concat();
+            let whole = request(sampling, seed as u64, &constraints.clone().with_banned(&banned))?;
+            let restricted = request(sampling, seed as u64, &constraints)?;
+            let whole = &head.next_tokens(&hidden, &[&whole])?[0];
+            let restricted = &within.next_tokens(&hidden, &[&restricted])?[0];
+            assert_eq!(restricted.token_id, whole.token_id, "{which} {sampling:?}");
+            assert_abs_diff_eq!(restricted.sampled_log_prob, whole.sampled_log_prob, epsilon = 1e-12);
+        }
+    }
     Ok(())
 }

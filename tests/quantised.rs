@@ -11,11 +11,11 @@ use candle_core::{DType, Device, Module, Tensor, Var};
 use common::needs;
 use common::quantised::{quantised, rows, Parameters, BLOCKS, HIDDEN, TYPES};
 use common::values::{numbers, uniform};
-use mos_head::decode::{BeamSearch, Sampler, Sampling, TokenRequest};
+use mos_head::decode::{BeamSearch, Constraints, Sampler, Sampling, TokenRequest};
 use mos_head::parts::{Decoder, LowRankAdapter, QuantisedLinear};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::score::ScoreOptions;
-use mos_head::sets::AllowedIds;
+use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::{Distributions, DropoutMasks, LossOptions, MixtureLayer, OutputLayer, Result, SoftmaxHead};
 
 /// Odd, and more than a tile of ids.
@@ -369,6 +369,29 @@ fn beams_and_merged_decoders_are_those_of_the_dequantised_rows() -> Result<()> {
     let states = hidden(4, D)?;
     let found = parameters.softmax()?.with_adapter(loaded)?.log_probs(&states)?;
     assert_eq!(found.to_vec2::<f32>()?, quantised.log_probs(&states)?.to_vec2::<f32>()?);
+    Ok(())
+}
+
+/// A restricted head copies its rows as they are: what it draws has the bits of the whole head's logits.
+#[test]
+fn restricted_rows_are_those_of_the_file() -> Result<()> {
+    for block in BLOCKS {
+        let head = Parameters::random(block, VOCAB, D)?.softmax()?;
+        let ids: Vec<u32> = (0..VOCAB as u32).filter(|id| id % 7 < 3).collect();
+        let restricted = Restricted::new(&head, AllowedIds::new(&ids))?;
+        let hidden = hidden(5, D)?;
+        let outside: Vec<u32> = (0..VOCAB as u32).filter(|id| id % 7 >= 3).collect();
+        let request = TokenRequest::new(Sampling::new(), 4)?.with_best(4);
+        let banned = request.clone().with_constraints(Constraints::new().with_banned(&outside))?;
+        let whole = head.next_tokens(&hidden, &[&banned; 5])?;
+        for layer in [&restricted as &dyn OutputLayer, &*restricted.frozen()?] {
+            let tokens = layer.next_tokens(&hidden, &[&request; 5])?;
+            for (token, whole) in tokens.iter().zip(&whole) {
+                assert_eq!(token.token_id, whole.token_id);
+                assert!((token.sampled_log_prob - whole.sampled_log_prob).abs() < 1e-5, "{block:?}");
+            }
+        }
+    }
     Ok(())
 }
 

@@ -114,11 +114,16 @@ fn samplings() -> [Sampling; 4] {
 
 /// Requests with constraints of every kind, some of which depend on the text.
 fn request(number: u64, sampling: &Sampling) -> Result<TokenRequest> {
-    let constraints = match number % 5 {
+    let constraints = match number % 7 {
         0 => Constraints::new(),
         1 => Constraints::new().with_repetition_penalty(1.3).with_bias(&[(5, 1.5)]),
         2 => Constraints::new().with_frequency_penalty(0.4).with_presence_penalty(0.2),
         3 => Constraints::new().with_banned(&[0, 3, 6, 1020]),
+        4 => Constraints::new().with_repetition_penalty(1.5).with_frequency_penalty(0.3).with_penalty_window(4),
+        5 => Constraints::new().with_logits_processor(|text, z| {
+            z[text[text.len() - 1] as usize] -= 1.0;
+            z[text.len() % 9] += 2.0;
+        }),
         _ => Constraints::new().with_processor(|first, z| {
             z.iter_mut().zip(first..).filter(|(_, id)| id % 2 == 0).for_each(|(z, _)| *z += 0.7);
         }),
@@ -292,5 +297,28 @@ fn an_error_after_a_rejected_draft_is_none() -> Result<()> {
         assert!(matches!(error, Error::Distribution { position: got } if got == position), "{rows:?}: {error}");
         assert_eq!(states(&requests), before);
     }
+    Ok(())
+}
+
+/// A text stops at an accepted draft that ends it, and a draft after it is not looked at.
+#[test]
+fn a_text_stops_at_its_end() -> Result<()> {
+    let head = SoftmaxHead::from_tensors(Tensor::eye(4, DType::F32, &Device::Cpu)?, None)?;
+    // The greedy id of row i is i, except for the last row, which is impossible.
+    let rows = Tensor::new(&[[9f32, 0., 0., 0.], [0., 9., 0., 0.], [0., 0., 9., 0.], [f32::NAN; 4]], &Device::Cpu)?;
+    let request = TokenRequest::new(Sampling::greedy(), 0)?.with_ends(&[3, 1]);
+    let verify = |drafts: &[u32], request: &TokenRequest| {
+        let mut request = request.clone();
+        let verified = head.verify(&rows, &[drafts], &mut [&mut request])?.remove(0);
+        let ids: Vec<u32> = verified.tokens.iter().map(|token| token.token_id).collect();
+        Ok::<_, Error>((ids, verified.accepted, request.generated(), request.has_ended()))
+    };
+    assert_eq!(verify(&[0, 1, 2], &request)?, (vec![0, 1], 2, 2, true));
+    // The end is drawn, but was not drafted.
+    assert_eq!(verify(&[0, 2, 2], &request)?, (vec![0, 1], 1, 2, true));
+    // It is too early for the end.
+    assert_eq!(verify(&[0, 0, 0], &request.clone().with_min_tokens(2))?, (vec![0, 0, 2], 2, 3, false));
+    // Without ends, the last row counts.
+    assert!(verify(&[0, 1, 2], &request.with_ends(&[])).is_err());
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::gathered_rows::{gathered_softmax, is_single};
+use super::gathered_rows::{gathered_softmax, is_single, FrozenRows};
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::tensors::id_lists::{IdLists, Restriction};
@@ -17,7 +17,8 @@ pub(super) struct Choices {
 
 impl Choices {
     /// Prepares a choice of ids. A single softmax is reduced to the ids that are in any set.
-    pub(super) fn new(mixture: &Mixture, restriction: Restriction) -> Result<Self> {
+    pub(super) fn new(mixture: &Mixture, restriction: Restriction, frozen: Option<&FrozenRows>) -> Result<Self> {
+        let frozen = frozen.filter(|_| matches!(restriction, Restriction::Shared(_)));
         let union = match &restriction {
             Restriction::Shared(ids) => ids.clone(),
             Restriction::Each(lists) => lists.union(),
@@ -26,7 +27,7 @@ impl Choices {
         if !is_single(mixture) || union.is_empty() || union.len() == mixture.operands().sizes.vocab {
             return Ok(Choices { mixture: mixture.clone(), restriction, gathered_ids: None });
         }
-        let mixture = gathered_softmax(&mixture.detach(), &union)?;
+        let mixture = gathered_softmax(&mixture.detach(), &union, frozen)?;
         let place = |id: &u32| union.binary_search(id).unwrap_or(0) as u32;
         let restriction = match restriction {
             Restriction::Each(lists) => {

@@ -1,7 +1,7 @@
 //! A single softmax over some of the token ids: it reads the decoder's rows of these ids alone, and its gradient is
 //! zero in all other rows.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use candle_core::Tensor;
 
@@ -18,19 +18,62 @@ pub(super) fn is_single(mixture: &Mixture) -> bool {
     mixture.operands().is_single()
 }
 
-/// Makes the softmax over `ids`, which are in ascending order without repeats: its id i is `ids[i]`.
-pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32]) -> Result<Mixture> {
-    let operands = mixture.operands();
-    let index = Tensor::new(ids, operands.device())?;
-    let weight = match &operands.weight {
-        Weight::Dense(weight) => gather_rows(weight, ids)?,
-        quantised => quantised.rows(&index)?,
-    };
-    let weight = Weight::Dense(weight);
-    let adapter = operands.adapter.as_ref().map(|adapter| gather_rows(adapter, ids)).transpose()?;
-    let bias = operands.bias.as_ref().map(|bias| bias.index_select(&index, 0)).transpose()?;
-    let sizes = Sizes { vocab: ids.len(), ..operands.sizes };
-    Ok(mixture.with_operands(Operands { sizes, weight, adapter, bias, ..operands.clone() }))
+/// The decoder of a single softmax over some ids: its rows, those of an adapter, and its bias.
+#[derive(Debug)]
+struct GatheredRows {
+    /// The weight that the rows belong to.
+    whole: Weight,
+    ids: usize,
+    weight: Weight,
+    adapter: Option<Tensor>,
+    bias: Option<Tensor>,
+}
+
+impl GatheredRows {
+    /// Gathers the rows of `ids`, which are in ascending order without repeats: row i is that of `ids[i]`.
+    fn new(mixture: &Mixture, ids: &[u32]) -> Result<Self> {
+        let operands = mixture.operands();
+        let index = Tensor::new(ids, operands.device())?;
+        let weight = match &operands.weight {
+            Weight::Dense(weight) => Weight::Dense(gather_rows(weight, ids)?),
+            Weight::Quantised(matrix) => Weight::Quantised(matrix.select(ids)?),
+        };
+        let adapter = operands.adapter.as_ref().map(|adapter| gather_rows(adapter, ids)).transpose()?;
+        let bias = operands.bias.as_ref().map(|bias| bias.index_select(&index, 0)).transpose()?;
+        Ok(GatheredRows { whole: operands.weight.clone(), ids: ids.len(), weight, adapter, bias })
+    }
+
+    /// Makes the softmax over the ids of the mixture's contexts.
+    fn softmax(&self, mixture: &Mixture) -> Mixture {
+        let operands = mixture.operands();
+        let sizes = Sizes { vocab: self.ids, ..operands.sizes };
+        let (weight, adapter, bias) = (self.weight.clone(), self.adapter.clone(), self.bias.clone());
+        mixture.with_operands(Operands { sizes, weight, adapter, bias, ..operands.clone() })
+    }
+}
+
+/// The rows that a constant decoder has for the one set of a head, gathered at the first use.
+#[derive(Clone, Debug, Default)]
+pub(super) struct FrozenRows(Arc<OnceLock<GatheredRows>>);
+
+/// Makes the softmax over `ids`, which are in ascending order without repeats: its id i is `ids[i]`. If there are frozen
+/// rows, they belong to these ids.
+pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32], frozen: Option<&FrozenRows>) -> Result<Mixture> {
+    let weight = &mixture.operands().weight;
+    match frozen {
+        // A layer may have another weight at each call, or a variable.
+        Some(FrozenRows(rows)) if !weight.track_op() => {
+            if rows.get().is_none() {
+                // Another thread may have gathered the same rows meanwhile.
+                let _ = rows.set(GatheredRows::new(&mixture.detach(), ids)?);
+            }
+            match rows.get().filter(|rows| rows.whole.is_same(weight)) {
+                Some(rows) => Ok(rows.softmax(mixture)),
+                None => Ok(GatheredRows::new(mixture, ids)?.softmax(mixture)),
+            }
+        }
+        _ => Ok(GatheredRows::new(mixture, ids)?.softmax(mixture)),
+    }
 }
 
 /// Gathers the rows of a matrix that belong to `ids`, as a node whose backward pass scatters their gradients into

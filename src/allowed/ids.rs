@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
+use crate::tensors::checks::{check_mask, check_vocab};
 use crate::tensors::id_lists::{sorted_unique, IdLists, Restriction};
 
 /// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each
@@ -81,6 +82,36 @@ impl AllowedIds {
         let mask = mask.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
         let ids = (0u32..).zip(&mask).filter(|(_, &is_allowed)| is_allowed != 0).map(|(id, _)| id);
         Ok(Self::from_sets(Sets::Shared { ids: ids.collect(), mask_len: Some(mask.len()) }))
+    }
+
+    /// Allows the ids of a mask at all positions, as grammar libraries have it: id i is allowed if bit `i % 32` of word
+    /// `i / 32` is set. Bits beyond the vocabulary are ignored.
+    ///
+    /// # Errors
+    ///
+    /// If there are not `vocab_size / 32` words, rounded up, or the vocabulary is empty or too large.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use mos_head::sets::{AllowedIds, Restricted};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let head = SoftmaxHead::from_tensors(Tensor::new(&[[4f32], [3.], [2.], [1.]], &Device::Cpu)?, None)?;
+    /// let restricted = Restricted::new(&head, AllowedIds::from_words(&[0b1100], 4)?)?; // ids 2 and 3
+    /// let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+    /// assert_eq!(restricted.argmax(&hidden)?.to_vec1::<u32>()?, [2]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn from_words(words: &[u32], vocab_size: usize) -> Result<Self> {
+        check_vocab(vocab_size)?;
+        check_mask("words", words, vocab_size)?;
+        let is_set = |id: &u32| words[*id as usize / 32] >> (id % 32) & 1 == 1;
+        let ids = (0..vocab_size as u32).filter(is_set).collect();
+        Ok(Self::from_sets(Sets::Shared { ids, mask_len: Some(vocab_size) }))
     }
 
     /// Allows the ids of a list for each position, in the order of the flattened leading dimensions, as compressed

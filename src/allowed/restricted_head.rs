@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use super::gathered_rows::FrozenRows;
 use super::ids::AllowedIds;
 use super::restricted_mixture::RestrictedMixture;
 use crate::distributions::Distributions;
@@ -16,6 +17,9 @@ use crate::tensors::dropout::DropoutMasks;
 /// [`OutputLayer`] goes, such as [`BeamSearch`](crate::decode::BeamSearch); with a list for each position, the hidden
 /// states of each call have as many positions as there are lists. See [`RestrictedMixture`] for what each result costs,
 /// and which options of a loss are supported.
+///
+/// A single softmax copies the decoder's rows of the set at each call. For a set that stays, such as a draft vocabulary,
+/// [`frozen`](OutputLayer::frozen) copies them once, at its first call, from parameters that must not change afterwards.
 ///
 /// # Examples
 ///
@@ -38,6 +42,8 @@ use crate::tensors::dropout::DropoutMasks;
 pub struct Restricted<H> {
     head: H,
     allowed: AllowedIds,
+    /// The rows of the set, if there is one and the head is constant.
+    frozen: Option<FrozenRows>,
 }
 
 impl<H: MixtureLayer> Restricted<H> {
@@ -48,7 +54,7 @@ impl<H: MixtureLayer> Restricted<H> {
     /// If an allowed id is not in the vocabulary.
     pub fn new(head: H, allowed: AllowedIds) -> Result<Self> {
         allowed.check_vocab(head.vocab_size())?;
-        Ok(Restricted { head, allowed })
+        Ok(Restricted { head, allowed, frozen: None })
     }
 
     /// The head whose distributions are restricted; its own are over all ids.
@@ -66,7 +72,8 @@ impl<H: MixtureLayer> Restricted<H> {
     ///
     /// The errors are those of [`MixtureLayer::mixture`] and [`Mixture::restricted`](crate::Mixture::restricted).
     pub fn mixture(&self, hidden: &Tensor) -> Result<RestrictedMixture> {
-        self.head.mixture(hidden, DropoutMasks::Off)?.restricted(&self.allowed)
+        let mixture = self.head.mixture(hidden, DropoutMasks::Off)?.restricted(&self.allowed)?;
+        Ok(mixture.with_frozen_rows(self.frozen.clone()))
     }
 }
 
@@ -85,11 +92,13 @@ impl<H: MixtureLayer> OutputLayer for Restricted<H> {
         let Some(positions) = positions else { return Ok(Box::new(self.mixture(hidden)?)) };
         self.allowed.check_positions(leading(hidden)?.iter().product())?;
         let mixture = self.head.mixture(&select_hidden(hidden, Some(positions))?, DropoutMasks::Off)?;
-        Ok(Box::new(mixture.restricted(&self.allowed.select(positions))?))
+        let mixture = mixture.restricted(&self.allowed.select(positions))?;
+        Ok(Box::new(mixture.with_frozen_rows(self.frozen.clone())))
     }
 
     fn frozen(&self) -> Result<Box<dyn OutputLayer + '_>> {
-        Ok(Box::new(Restricted { head: self.head.frozen_mixture()?, allowed: self.allowed.clone() }))
+        let frozen = self.allowed.are_shared().then(FrozenRows::default);
+        Ok(Box::new(Restricted { head: self.head.frozen_mixture()?, allowed: self.allowed.clone(), frozen }))
     }
 }
 
@@ -97,6 +106,6 @@ impl<H: MixtureLayer> RequestLayer for Restricted<H> {
     fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
         // A NaN at an ignored position must not reach the projection.
         let mixture = self.head.mixture(&request.positions.mask(hidden)?, request.options.dropout)?;
-        mixture.restricted(&self.allowed)?.request_loss(request)
+        mixture.restricted(&self.allowed)?.with_frozen_rows(self.frozen.clone()).request_loss(request)
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use super::choice::Choices;
-use super::gathered_rows::{gathered_softmax, is_single};
+use super::gathered_rows::{gathered_softmax, is_single, FrozenRows};
 use super::ids::AllowedIds;
 use super::set_log_probs::{expand_columns, SetLogProbs};
 use crate::backend::operands::Sizes;
@@ -79,6 +79,8 @@ use crate::tensors::transfer;
 pub struct RestrictedMixture {
     mixture: Mixture,
     allowed: AllowedIds,
+    /// The rows of the set, if there is one and the decoder is constant.
+    frozen: Option<FrozenRows>,
 }
 
 impl Mixture {
@@ -92,16 +94,26 @@ impl Mixture {
         let Sizes { positions, vocab, .. } = self.operands().sizes;
         allowed.check_vocab(vocab)?;
         allowed.check_positions(positions)?;
-        Ok(RestrictedMixture { mixture: self.clone(), allowed: allowed.clone() })
+        Ok(RestrictedMixture { mixture: self.clone(), allowed: allowed.clone(), frozen: None })
     }
 }
 
 impl RestrictedMixture {
+    /// Sets the rows of a constant decoder that belong to the one set.
+    pub(super) fn with_frozen_rows(self, frozen: Option<FrozenRows>) -> Self {
+        RestrictedMixture { frozen, ..self }
+    }
+
+    /// Makes the softmax over the ids of the one set.
+    fn gathered(&self, ids: &[u32]) -> Result<Mixture> {
+        gathered_softmax(&self.mixture, ids, self.frozen.as_ref())
+    }
+
     /// Computes the loss of a single softmax over the same ids at all positions: the loss of a mixture whose decoder
     /// has the rows of these ids alone.
     fn gathered_loss(&self, ids: &[u32], target_ids: &[Option<usize>], options: &LossOptions) -> Result<Loss> {
         let device = self.mixture.operands().contexts.device();
-        let mixture = gathered_softmax(&self.mixture, ids)?;
+        let mixture = self.gathered(ids)?;
         let targets = places(ids, target_ids).collect::<Vec<i64>>();
         let targets = Tensor::from_vec(targets, self.mixture.leading(), device)?;
         let gather = |weights: &Tensor| weights.index_select(&Tensor::new(ids, device)?, 0);
@@ -124,7 +136,8 @@ impl Sealed for RestrictedMixture {
     }
 
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
-        Ok(Box::new(self.mixture.with_positions(positions)?.restricted(&self.allowed.select(positions))?))
+        let restricted = self.mixture.with_positions(positions)?.restricted(&self.allowed.select(positions))?;
+        Ok(Box::new(restricted.with_frozen_rows(self.frozen.clone())))
     }
 }
 
@@ -180,7 +193,7 @@ impl Distributions for RestrictedMixture {
             Restriction::All => self.mixture.log_probs_as(dtype),
             _ if positions == 0 => self.mixture.log_probs_as(dtype),
             Restriction::Shared(ids) if is_single(&self.mixture) => {
-                let log_probs = gathered_softmax(&self.mixture, &ids)?.log_probs_as(dtype)?;
+                let log_probs = self.gathered(&ids)?.log_probs_as(dtype)?;
                 Ok(expand_columns(&log_probs.reshape((positions, ids.len()))?, &ids, vocab)?.reshape(shape)?)
             }
             restriction => {
@@ -202,7 +215,7 @@ impl Distributions for RestrictedMixture {
             Restriction::All => self.mixture.score(token_ids, options),
             _ if positions == 0 => self.mixture.score(token_ids, options),
             Restriction::Shared(ids) if is_single(&self.mixture) => {
-                let mixture = gathered_softmax(&self.mixture, &ids)?;
+                let mixture = self.gathered(&ids)?;
                 let places =
                     transfer::to_device::<i64>(places(&ids, &candidates).collect(), token_ids.shape(), device)?;
                 mixture.score(&places, options)
@@ -218,7 +231,7 @@ impl Distributions for RestrictedMixture {
 
     fn top_k(&self, k: usize) -> Result<TopK> {
         TopK::check_k(k, self.mixture.operands().sizes.vocab)?;
-        let choices = Choices::new(&self.mixture, self.restriction()?)?;
+        let choices = Choices::new(&self.mixture, self.restriction()?, self.frozen.as_ref())?;
         let mixture = &choices.mixture;
         let top = match &choices.restriction {
             Restriction::All => mixture.top_k(k.min(mixture.operands().sizes.vocab))?,
@@ -231,7 +244,7 @@ impl Distributions for RestrictedMixture {
         if sampler.sampling().ancestral && self.mixture.operands().sizes.components > 1 {
             return Err(Error::Unsupported { option: OptionName::Ancestral, head: "allowed ids of several softmaxes" });
         }
-        let choices = Choices::new(&self.mixture, self.restriction()?)?;
+        let choices = Choices::new(&self.mixture, self.restriction()?, self.frozen.as_ref())?;
         let drawn = match &choices.restriction {
             Restriction::All => choices.mixture.sample(sampler)?,
             restriction => choices.mixture.sample_within(restriction, sampler)?,
@@ -239,8 +252,8 @@ impl Distributions for RestrictedMixture {
         choices.token_ids(&drawn)
     }
 
-    fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
-        let choices = Choices::new(&self.mixture, self.restriction()?)?;
+    fn next_tokens_per_position(&self, requests: &[&[&TokenRequest]]) -> Result<Vec<Vec<NextToken>>> {
+        let choices = Choices::new(&self.mixture, self.restriction()?, self.frozen.as_ref())?;
         let (ids, vocab) = (choices.gathered_ids.as_deref(), self.mixture.operands().sizes.vocab);
         choices.mixture.next_tokens_within(&choices.restriction, ids, vocab, requests)
     }

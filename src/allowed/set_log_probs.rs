@@ -103,7 +103,7 @@ impl SetLogProbs {
             Restriction::Each(lists) => lists.union(),
         };
         let (log_probs, column_ids) = if is_single(mixture) && union.len() < vocab {
-            (matrix(&gathered_softmax(mixture, &union)?)?, ColumnIds::Shared(union))
+            (matrix(&gathered_softmax(mixture, &union, None)?)?, ColumnIds::Shared(union))
         } else if let Restriction::Shared(ids) = restriction {
             let index = Tensor::new(ids.as_slice(), mixture.operands().contexts.device())?;
             (matrix(mixture)?.index_select(&index, 1)?, ColumnIds::Shared(union))

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{Device, Tensor};
 
 use crate::error::{Error, OptionName, Result};
@@ -80,6 +80,23 @@ impl QuantisedMatrix {
     /// Returns a copy of the rows of these ids `[n]`, `[n, columns]` in f32.
     pub(crate) fn rows(&self, ids: &Tensor) -> Result<Tensor> {
         Ok(self.tensor.embedding(ids)?)
+    }
+
+    /// Copies the rows of these ids, which are below the number of rows, as a matrix of the same type.
+    pub(crate) fn select(&self, ids: &[u32]) -> Result<Self> {
+        let [rows, columns] = self.dims;
+        let bytes = self.bytes()?;
+        let row_bytes = bytes.len() / rows;
+        // Candle asks for bytes at an address that a number of four bytes may have.
+        let mut selected: Vec<u8> = Vec::with_capacity(ids.len() * row_bytes + size_of::<f32>());
+        let first = selected.as_ptr().align_offset(align_of::<f32>());
+        selected.resize(first, 0);
+        ids.iter().for_each(|&id| selected.extend_from_slice(&bytes[id as usize * row_bytes..][..row_bytes]));
+        let storage = QStorage::from_data(Cow::Borrowed(&selected[first..]), &Device::Cpu, self.tensor.dtype())?;
+        Ok(QuantisedMatrix {
+            tensor: Arc::new(QTensor::new(storage, (ids.len(), columns))?),
+            dims: [ids.len(), columns],
+        })
     }
 
     /// Returns the error of a device other than the CPU.

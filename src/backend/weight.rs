@@ -1,5 +1,7 @@
 //! The decoder's weight as an operand: a tensor, or the rows of a quantised one.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 
 use crate::backend::quantised::QuantisedMatrix;
@@ -69,6 +71,15 @@ impl Weight {
         match self {
             Weight::Dense(weight) => Weight::Dense(weight.detach()),
             Weight::Quantised(matrix) => Weight::Quantised(matrix.clone()),
+        }
+    }
+
+    /// Returns whether another weight is the same tensor, not only of the same numbers.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Weight::Dense(weight), Weight::Dense(other)) => weight.id() == other.id(),
+            (Weight::Quantised(matrix), Weight::Quantised(other)) => Arc::ptr_eq(matrix.tensor(), other.tensor()),
+            _ => false,
         }
     }
 

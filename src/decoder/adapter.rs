@@ -8,12 +8,13 @@
 //! The kernels multiply contexts `[c, s c A^T]` of size d + r by a decoder `[W, B]`, whose two matrices they read in
 //! place.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_nn::{Init, VarBuilder};
 
 use crate::backend;
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
+use crate::tensors::autograd::converted;
 use crate::tensors::checks::{check_alike, check_float, check_number, check_product, check_sizes, check_vocab};
 use crate::tensors::linear::{linear_layer, LinearOperands};
 
@@ -207,6 +208,16 @@ impl LowRankAdapter {
     /// Returns the adapter as a constant.
     pub(super) fn frozen(&self) -> Self {
         LowRankAdapter { a: self.a.detach(), b: self.b.detach(), scale: self.scale }
+    }
+
+    /// Returns whether the adapter is in f32, beside a weight in half precision.
+    pub(super) fn widens(&self, weight: DType) -> bool {
+        self.b.dtype() == DType::F32 && matches!(weight, DType::F16 | DType::BF16)
+    }
+
+    /// Converts the adapter to the dtype of the contexts. Its own matrices get the gradients.
+    pub(super) fn converted(&self, dtype: DType) -> Result<Self> {
+        Ok(LowRankAdapter { a: converted(&self.a, dtype)?, b: converted(&self.b, dtype)?, scale: self.scale })
     }
 
     /// Returns the adapter of a decoder whose vocabulary is these ids `[n]`.

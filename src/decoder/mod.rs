@@ -11,7 +11,7 @@ mod quantised_linear;
 
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::{Embedding, Init, VarBuilder};
 
 use crate::backend::quantised::QuantisedMatrix;
@@ -253,11 +253,13 @@ impl Decoder {
     ///
     /// # Errors
     ///
-    /// If the adapter is for another shape, or of another dtype or on another device than the weight. A quantised
-    /// weight takes one in f32.
+    /// If the adapter is for another shape, or of another dtype or on another device than the weight. A weight in half
+    /// precision also takes one in f32, which is rounded to the weight's dtype in each call and whose gradients are in f32;
+    /// a quantised weight takes one in f32.
     pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
         adapter.check_shape(self.vocab_size(), self.context_dim())?;
         match self.parameter() {
+            Some(parameter) if adapter.widens(parameter.dtype()) => check_device("adapter", adapter.b(), parameter)?,
             Some(parameter) => check_alike("adapter", adapter.b(), "decoder.weight", parameter)?,
             None => quantised::check_operand("adapter", adapter.b(), &[DType::F32])?,
         }
@@ -336,7 +338,10 @@ impl Decoder {
         };
         let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
         match &self.adapter {
-            Some(adapter) => mixture.with_adapter(adapter.b(), |contexts| adapter.contexts(contexts)),
+            Some(adapter) => {
+                let adapter = adapter.converted(mixture.operands().contexts.dtype())?;
+                mixture.with_adapter(adapter.b(), |contexts| adapter.contexts(contexts))
+            }
             None => Ok(mixture),
         }
     }
@@ -402,6 +407,11 @@ impl Decoder {
             Some(parameter) => check_alike("hidden", hidden, "the head's parameters", parameter),
             None => quantised::check_operand("hidden", hidden, &quantised::HIDDEN),
         }
+    }
+
+    /// Returns the dtype and the device of the parameters of a projection to the contexts.
+    pub(crate) fn parameters_like(&self) -> (DType, Device) {
+        self.parameter().map_or((DType::F32, Device::Cpu), |parameter| (parameter.dtype(), parameter.device().clone()))
     }
 
     /// Returns a parameter, which has the dtype and the device of all; `None` if the rows are quantised.

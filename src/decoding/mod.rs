@@ -19,7 +19,7 @@ mod within;
 
 pub(crate) use log_probs::check_host_log_probs;
 pub(crate) use multinomial::DrawQuery;
-pub(crate) use next_token::{AllLogProbsQuery, NextTokenQuery};
+pub(crate) use next_token::{AllLogProbsQuery, Entries, NextTokenQuery};
 pub use next_token::{Constraints, NextToken, TokenRequest};
 pub use pruning::Pruned;
 pub use sampler::Sampler;

@@ -228,7 +228,7 @@ impl Histogram {
         let ids = |(task, z): (usize, &[f64])| {
             let mut found = Vec::new();
             for (id, &z) in ((task * TASK_IDS) as u32..).zip(z) {
-                if z > least && is_in(z) {
+                if z >= least && z > f64::NEG_INFINITY && is_in(z) {
                     found.push((z, id));
                 }
             }

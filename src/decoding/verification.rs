@@ -6,12 +6,14 @@
 
 use super::next_token::{NextToken, TokenRequest};
 use crate::error::{Error, Result};
+use crate::tensors::checks::check_ids;
 
 /// The token ids of a text that [`OutputLayer::verify`](crate::OutputLayer::verify) has drawn: the accepted drafts, and one more.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Verified {
-    /// The next tokens of the text: the `accepted` drafts, and the token after them.
+    /// The next tokens of the text: the `accepted` drafts, and the token after them, unless the last of the drafts ends the
+    /// text ([`TokenRequest::with_ends`]).
     pub tokens: Vec<NextToken>,
     /// The number of drafts that were accepted.
     pub accepted: usize,
@@ -61,10 +63,7 @@ impl<'a> Verification<'a> {
         for (index, (drafts, request)) in drafts.iter().zip(requests).enumerate() {
             let named = |error| Error::Request { index, error: Box::new(error) };
             request.check(vocab).map_err(named)?;
-            if let Some(place) = drafts.iter().position(|&id| id as usize >= vocab) {
-                let got = format!("{} at index {place}", drafts[place]);
-                return Err(named(Error::config("drafts", format!("token ids below vocab_size {vocab}"), got)));
-            }
+            check_ids("drafts", *drafts, vocab).map_err(named)?;
         }
         let mut texts = Vec::with_capacity(drafts.len());
         let mut row_requests = Vec::with_capacity(rows);
@@ -82,7 +81,7 @@ impl<'a> Verification<'a> {
 
     /// Verifies the drafts of each text by the tokens that `next_tokens` draws for all rows, or for some of them.
     ///
-    /// An error of a row after a rejected draft is none of the text, which never comes there: the rows before it are computed
+    /// An error of a row after a rejected draft, or after the end of the text, is none of the text, which never comes there: the rows before it are computed
     /// again without it.
     pub(crate) fn verify(
         mut self,
@@ -119,9 +118,15 @@ impl<'a> Verification<'a> {
     fn accept(self, tokens: Vec<NextToken>) -> Result<Vec<Verified>> {
         let mut tokens = tokens.into_iter();
         let mut verified = Vec::with_capacity(self.texts.len());
-        for DraftedText { drafts, rows, error, .. } in self.texts {
+        for DraftedText { drafts, first, rows, error } in self.texts {
             let mut tokens: Vec<NextToken> = tokens.by_ref().take(rows).collect();
             let accepted = tokens.iter().zip(drafts).take_while(|(token, draft)| token.token_id == **draft).count();
+            let request = &self.requests[first];
+            if let Some(last) = tokens[..accepted].iter().position(|token| request.ends_at(token.token_id)) {
+                tokens.truncate(last + 1);
+                verified.push(Verified { accepted: tokens.len(), tokens });
+                continue;
+            }
             if let Some(error) = error.filter(|_| accepted == rows) {
                 return Err(error);
             }

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use super::multinomial::DrawQuery;
-use super::next_token::{AllLogProbsQuery, NextToken, NextTokenQuery, TokenRequest};
+use super::next_token::{AllLogProbsQuery, Entries, NextToken, NextTokenQuery, TokenRequest};
 use super::sampler::Sampler;
 use super::top_k::TopK;
 use crate::backend;
@@ -66,7 +66,7 @@ impl<V: Visit> Visit for RestrictedQuery<'_, V> {
     }
 }
 
-/// A query for the next token id of each position among its allowed ids.
+/// A query for the next token ids of each position among its allowed ids.
 struct NextTokenWithin<'a> {
     query: NextTokenQuery<'a>,
     restriction: &'a Restriction,
@@ -76,29 +76,28 @@ struct NextTokenWithin<'a> {
 }
 
 impl Visit for NextTokenWithin<'_> {
-    type Output = NextToken;
+    type Output = Vec<NextToken>;
 
     fn needs_logits(&self) -> bool {
         self.query.needs_logits()
     }
 
-    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<NextToken> {
-        let (log_probs, offset, entries) = match self.restriction.ids(position) {
-            Some(ids) => {
-                let Renormalised { log_probs, logit_offset } = Renormalised::new(position, distribution, ids)?;
-                (log_probs, logit_offset.unwrap_or(0.0), Some(ids))
-            }
-            None => {
-                let (log_probs, offset) = AllLogProbsQuery.visit(position, distribution)?;
-                (log_probs, offset, None)
-            }
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<Vec<NextToken>> {
+        let all = || self.token_ids.map_or(Entries::all(self.vocab), |ids| Entries::some(ids, self.vocab));
+        let Some(places) = self.restriction.ids(position) else {
+            let (log_probs, offset) = AllLogProbsQuery.visit(position, distribution)?;
+            return self.query.answer(position, &log_probs, offset, all());
         };
-        let mut by_id = vec![f64::NEG_INFINITY; self.vocab];
-        for (place, log_p) in log_probs.into_iter().enumerate() {
-            let entry = entries.map_or(place, |entries| entries[place] as usize);
-            by_id[self.token_ids.map_or(entry, |token_ids| token_ids[entry] as usize)] = log_p;
-        }
-        self.query.answer(position, &by_id, offset)
+        let Renormalised { log_probs, logit_offset } = Renormalised::new(position, distribution, places)?;
+        let token_ids: Vec<u32>;
+        let ids = match self.token_ids {
+            Some(ids) => {
+                token_ids = places.iter().map(|&place| ids[place as usize]).collect();
+                &token_ids
+            }
+            None => places,
+        };
+        self.query.answer(position, &log_probs, logit_offset.unwrap_or(0.0), Entries::some(ids, self.vocab))
     }
 }
 
@@ -126,15 +125,15 @@ impl Mixture {
         TopK::from_ranked(&found, &[self.leading(), &[n]].concat(), dtype, operands.contexts.device())
     }
 
-    /// Chooses the next token id at each position among its allowed ids. The mixture's ids are entries of a vocabulary of which
+    /// Chooses the next token ids at each position among its allowed ids. The mixture's ids are entries of a vocabulary of which
     /// they are the `token_ids`, or all ids.
     pub(crate) fn next_tokens_within(
         &self,
         restriction: &Restriction,
         token_ids: Option<&[u32]>,
         vocab: usize,
-        requests: &[&TokenRequest],
-    ) -> Result<Vec<NextToken>> {
+        requests: &[&[&TokenRequest]],
+    ) -> Result<Vec<Vec<NextToken>>> {
         let operands = self.operands();
         let query = NextTokenQuery::new(requests, operands.sizes.positions, vocab)?;
         backend::visit(operands, &NextTokenWithin { query, restriction, token_ids, vocab })

@@ -1,6 +1,8 @@
 //! A mixture whose decoder's rows are cut among the ranks of a distributed program: each result is that of the whole
 //! vocabulary, for which the ranks exchange numbers.
 
+use std::hash::Hash;
+
 use candle_core::{DType, Tensor};
 
 use crate::backend;
@@ -8,7 +10,7 @@ use crate::backend::agreement::{Agreed, Call};
 use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{order, Ranked, TopKQuery};
 use crate::backend::shard::VocabShard;
-use crate::decoding::{AllLogProbsQuery, NextToken, NextTokenQuery, Sampler, TokenRequest, TopK};
+use crate::decoding::{AllLogProbsQuery, Entries, NextToken, NextTokenQuery, Sampler, TokenRequest, TopK};
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, OutputShape, Request};
@@ -143,13 +145,18 @@ impl Distributions for VocabParallelMixture {
     /// all ids, one number for each id and position. Every rank then answers all requests as a single process does: the
     /// noise of an id depends on the request's seed, its step and the id, so that any number of ranks draws the same ids,
     /// except where rounding decides.
-    fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+    fn next_tokens_per_position(&self, requests: &[&[&TokenRequest]]) -> Result<Vec<Vec<NextToken>>> {
         let (mixture, shard) = (&self.mixture, &self.shard);
         let operands = mixture.operands();
         let checked = mixture.check_shard(shard);
         let checked =
             checked.and_then(|()| NextTokenQuery::new(requests, operands.sizes.positions, shard.vocab_size()));
-        let request_hash = Agreed::hashed("requests", |state| requests.iter().for_each(|request| request.hash(state)));
+        let request_hash = Agreed::hashed("requests", |state| {
+            requests.iter().for_each(|requests| {
+                requests.len().hash(state);
+                requests.iter().for_each(|request| request.hash(state));
+            });
+        });
         let query = mixture.agree(shard, Call::Decoding, checked, &[request_hash])?;
         let own = backend::visit_shard(operands, shard, &AllLogProbsQuery)?;
 
@@ -162,7 +169,7 @@ impl Distributions for VocabParallelMixture {
             let by_rank = received.chunks_exact(most).zip(ranks.clone());
             let all: Vec<f64> =
                 by_rank.flat_map(|(log_probs, rank)| &log_probs[..shard.range_of(rank).len()]).copied().collect();
-            query.answer(position, &all, offset)
+            query.answer(position, &all, offset, Entries::all(all.len()))
         };
         own.into_iter().enumerate().map(answer).collect()
     }

@@ -85,7 +85,7 @@ impl Distributions for Mixture {
         transfer::to_device(ids, self.leading(), operands.contexts.device())
     }
 
-    fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+    fn next_tokens_per_position(&self, requests: &[&[&TokenRequest]]) -> Result<Vec<Vec<NextToken>>> {
         let operands = self.operands();
         backend::visit(operands, &NextTokenQuery::new(requests, operands.sizes.positions, operands.sizes.vocab)?)
     }

@@ -169,6 +169,16 @@ pub trait Distributions: Sealed {
     ///
     /// The errors of [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens).
     fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+        let requests: Vec<_> = requests.chunks(1).collect();
+        Ok(self.next_tokens_per_position(&requests)?.into_iter().flatten().collect())
+    }
+
+    /// Chooses several next token ids at each position, one for each request of its list.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`OutputLayer::next_tokens_per_position`](crate::OutputLayer::next_tokens_per_position).
+    fn next_tokens_per_position(&self, requests: &[&[&TokenRequest]]) -> Result<Vec<Vec<NextToken>>> {
         NextToken::from_rounded(&accurate_log_probs(self)?, self.shape().like.dtype(), requests)
     }
 

@@ -6,13 +6,13 @@ use candle_core::{DType, Device, Tensor};
 use super::output_layer::OutputLayer;
 use crate::decoding::{check_host_log_probs, TopK};
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_elements, check_number, check_sizes, check_targets};
+use crate::tensors::checks::{check_elements, check_ids, check_number, check_sizes, check_targets};
 use crate::tensors::transfer;
 
 /// Beam search for a batch of sentences, over any model that ranks the next token.
 ///
 /// Each step extends the `width` most probable open sequences of a sentence by every token id and keeps the `width`
-/// most probable of the results; sequences that reach the end token are finished. A sentence is done when no open
+/// most probable of the results; sequences that reach an end token are finished. A sentence is done when no open
 /// sequence can still score above its `n_best` finished ones, or at `max_length`. Sequences are ranked by
 ///
 /// ```text
@@ -51,10 +51,12 @@ use crate::tensors::transfer;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BeamSearch {
-    /// The token id that ends a sequence.
-    pub end: u32,
+    /// The token ids that end a sequence.
+    pub ends: Vec<u32>,
     /// The number of open sequences of a sentence. The default is 4.
     pub width: usize,
+    /// The minimum number of tokens of a sequence, including the end token. The default is 1.
+    pub min_length: usize,
     /// The maximum number of tokens of a sequence, including the end token. The default is 100.
     pub max_length: usize,
     /// The number of results per sentence, at most `width`. The default is 1.
@@ -91,14 +93,16 @@ pub struct BeamSearch {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Hypothesis {
-    /// The token ids, without the start token and the end token.
+    /// The token ids, without the start token and an end token.
     pub token_ids: Vec<u32>,
-    /// The log-probability of the sequence in nats, including the end token if it was reached.
+    /// The log-probability of the sequence in nats, including an end token if one was reached.
     pub log_prob: f64,
     /// The log-probability in nats, divided by the length penalty.
     pub score: f64,
-    /// Whether the sequence reached the end token before the maximum length.
+    /// Whether the sequence reached an end token before the maximum length.
     pub finished: bool,
+    /// The end token that it reached.
+    pub end: Option<u32>,
 }
 
 /// A sequence that has not ended.
@@ -172,7 +176,18 @@ impl BeamSearch {
     /// Makes a search that stops at the token id `end`, with width 4, at most 100 tokens, one result, and no length
     /// penalty.
     pub fn new(end: u32) -> Self {
-        BeamSearch { end, width: 4, max_length: 100, n_best: 1, length_penalty: 0.0 }
+        BeamSearch { ends: vec![end], width: 4, min_length: 1, max_length: 100, n_best: 1, length_penalty: 0.0 }
+    }
+
+    /// Sets the token ids that end a sequence, of which many models have several. [`Hypothesis::end`] is the one that did.
+    pub fn with_ends(self, ends: &[u32]) -> Self {
+        BeamSearch { ends: ends.to_vec(), ..self }
+    }
+
+    /// Sets the minimum number of tokens of a sequence, including the end token: a shorter one does not end. The default is
+    /// 1.
+    pub fn with_min_length(self, min_length: usize) -> Self {
+        BeamSearch { min_length, ..self }
     }
 
     /// Sets the number of open sequences of a sentence. The default is 4.
@@ -263,8 +278,8 @@ impl BeamSearch {
         check_elements("start", start.dims())?;
         let mut beams = Beams::start(read_start(start)?);
         let mut finished = vec![Vec::new(); beams.open.len()];
-        // At most one continuation of each sequence ends, which leaves `width` others.
-        let k = self.width.saturating_add(1).min(vocab_size);
+        // At most as many continuations of each sequence end as there are ends, which leaves `width` others.
+        let k = self.width.saturating_add(self.ends.len()).min(vocab_size);
         for length in 1..=self.max_length {
             if beams.open.is_empty() {
                 break;
@@ -273,7 +288,7 @@ impl BeamSearch {
             beams = self.extend(&beams.open, &NextIds::read(&top, beams.open.len())?, length, &mut finished);
         }
         for OpenSequence { sentence, tokens, log_prob } in beams.open {
-            finished[sentence].push(self.hypothesis(tokens, log_prob, self.max_length, false));
+            finished[sentence].push(self.hypothesis(tokens, log_prob, self.max_length, None));
         }
         for hypotheses in &mut finished {
             self.rank(hypotheses);
@@ -282,9 +297,10 @@ impl BeamSearch {
     }
 
     /// Extends each open sequence by its most probable next ids, which makes sequences of this length. Those that reach
-    /// the end token go to `finished`; it returns the others, up to `width` for each sentence that is not done.
+    /// an end token go to `finished`; it returns the others, up to `width` for each sentence that is not done.
     fn extend(&self, open: &[OpenSequence], next: &NextIds, length: usize, finished: &mut [Vec<Hypothesis>]) -> Beams {
         let mut extended = Beams::default();
+        let is_early = length < self.min_length;
         let mut first = 0;
         while first < open.len() {
             let sentence = open[first].sentence;
@@ -295,7 +311,7 @@ impl BeamSearch {
                     let log_prob = open[row].log_prob;
                     next.token_ids[row].iter().zip(&next.log_probs[row]).map(move |(&id, &x)| (log_prob + x, row, id))
                 })
-                .filter(|continuation| continuation.0 > f64::NEG_INFINITY)
+                .filter(|&(log_prob, _, id)| log_prob > f64::NEG_INFINITY && !(is_early && self.ends.contains(&id)))
                 .collect();
             // If log-probabilities are equal, the sequence that ranked higher before comes first, then the lower id.
             continuations.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
@@ -304,11 +320,11 @@ impl BeamSearch {
                 if extended.open.len() - before == self.width {
                     break;
                 }
-                if id != self.end {
+                if !self.ends.contains(&id) {
                     let tokens = [&open[row].tokens[..], &[id]].concat();
                     extended.push(OpenSequence { sentence, tokens, log_prob }, id, row);
                 } else if rank < self.width {
-                    finished[sentence].push(self.hypothesis(open[row].tokens.clone(), log_prob, length, true));
+                    finished[sentence].push(self.hypothesis(open[row].tokens.clone(), log_prob, length, Some(id)));
                 }
             }
             let best_open = extended.open.get(before).map(|open| open.log_prob);
@@ -327,16 +343,19 @@ impl BeamSearch {
         }
         let alpha = self.length_penalty;
         check_number(alpha >= 0.0 && alpha.is_finite(), "length_penalty", "a finite number, at least 0", alpha)?;
-        if (self.end as usize) < vocab_size {
-            Ok(())
-        } else {
-            Err(Error::config("end", format!("a token id below vocab_size {vocab_size}"), self.end))
+        if self.min_length > self.max_length {
+            return Err(Error::config(
+                "min_length",
+                format!("at most max_length {}", self.max_length),
+                self.min_length,
+            ));
         }
+        check_ids("ends", &self.ends, vocab_size)
     }
 
     /// Makes the result of a sequence of this length, the end token included.
-    fn hypothesis(&self, token_ids: Vec<u32>, log_prob: f64, length: usize, finished: bool) -> Hypothesis {
-        Hypothesis { token_ids, log_prob, score: self.score(log_prob, length), finished }
+    fn hypothesis(&self, token_ids: Vec<u32>, log_prob: f64, length: usize, end: Option<u32>) -> Hypothesis {
+        Hypothesis { token_ids, log_prob, score: self.score(log_prob, length), finished: end.is_some(), end }
     }
 
     /// Divides a log-probability by the length penalty.

@@ -1,16 +1,20 @@
 //! The projection of Yang et al. (2018, arXiv 1711.03953), section 2.3, from a hidden state to K contexts and their
 //! priors by linear maps, and the output layer that mixes K softmaxes of these contexts.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
 use super::config::{ContextActivation, MixtureConfig, MixtureTensors};
 use super::head::Head;
+use super::identity::SoftmaxHead;
 use super::projection::{Configured, Projection};
 use crate::backend;
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::decoding::Sampler;
 use crate::error::{Error, Result};
+use crate::tensors::autograd::into_variable;
 use crate::tensors::checks::{check_alike, check_dropout, check_elements, check_float, check_product, check_sizes};
 use crate::tensors::dropout::DropoutMasks;
 use crate::tensors::initial_values::linear_init;
@@ -178,6 +182,12 @@ impl Contexts {
         as_matrix(hidden)
     }
 
+    /// Returns the parameters: the weight of the priors and their bias, if there is one, and those of the contexts.
+    pub fn parameters(&self) -> Vec<&Tensor> {
+        let prior = [Some(&self.prior_weight), self.prior_bias.as_ref()];
+        prior.into_iter().flatten().chain([&self.latent_weight, &self.latent_bias]).collect()
+    }
+
     /// Checks the parameters of a head, and makes its projection, without dropout.
     fn from_tensors(tensors: &MixtureTensors, activation: ContextActivation) -> Result<Self> {
         let matrix = |argument, tensor: &Tensor| match *tensor.dims() {
@@ -313,6 +323,65 @@ impl<P: Projection + From<Contexts> + AsRef<Contexts>> Head<P> {
         check_dropout(dropout)?;
         let contexts = Contexts { dropout, ..self.projection().as_ref().clone() };
         Head::from_parts(contexts.into(), self.decoder().clone())
+    }
+}
+
+impl Head<Contexts> {
+    /// Grows a softmax into a mixture of softmaxes: each of the K contexts is the hidden state itself, so that the first
+    /// distributions are those of the softmax, up to rounding. The weights of the priors are random, which makes the
+    /// components' gradients differ from the first step on; with equal priors, equal components would remain one softmax.
+    ///
+    /// The projection has new variables, of the dtype of the head's parameters: `prior_weight` `[K, hidden]`, uniform within
+    /// `1 / sqrt(hidden)`, `latent_weight` `[K hidden, hidden]`, K identities, and `latent_bias` `[K hidden]`, zero, without an
+    /// activation. The decoder is that of the head, with its adapter, scale and softcap.
+    ///
+    /// # Errors
+    ///
+    /// If `components` is zero, or the weights of the contexts would have more than 2^40 elements.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor, Var};
+    /// use mos_head::{LossOptions, MixtureOfSoftmaxes, OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let softmax = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+    /// let mixture = MixtureOfSoftmaxes::from_softmax(&softmax, 4, 42)?;
+    /// let hidden = Tensor::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+    /// let difference = (mixture.log_probs(&hidden)? - softmax.log_probs(&hidden)?)?.abs()?.max_all()?;
+    /// assert!(difference.to_scalar::<f32>()? < 1e-5);
+    ///
+    /// // The variables, for an optimizer.
+    /// let projection = mixture.projection();
+    /// let vars = projection.parameters().into_iter().map(Var::from_tensor).collect::<Result<Vec<_>, _>>()?;
+    /// let targets = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
+    /// let gradients = mixture.loss(&hidden, &targets, &LossOptions::default())?.backward()?;
+    /// assert!(vars.iter().all(|var| gradients.get(var).is_some()));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn from_softmax(head: &SoftmaxHead, components: usize, seed: u64) -> Result<Self> {
+        let (hidden_size, decoder) = (head.decoder().context_dim(), head.decoder().clone());
+        check_sizes(&[("components", components)])?;
+        check_product("components * hidden_size * hidden_size", &[components, hidden_size, hidden_size])?;
+        let (dtype, device) = decoder.parameters_like();
+        let variable = |values: Tensor| into_variable(values.to_dtype(dtype)?.to_device(&device)?);
+        let bound = 1.0 / (hidden_size as f32).sqrt();
+        let mut generator = StdRng::seed_from_u64(seed);
+        let priors: Vec<f32> = (0..components * hidden_size).map(|_| generator.random_range(-bound..bound)).collect();
+        let mut identities = vec![0f32; components * hidden_size * hidden_size];
+        identities.chunks_exact_mut(hidden_size).enumerate().for_each(|(row, values)| values[row % hidden_size] = 1.0);
+        let matrix = |values, rows| Tensor::from_vec(values, (rows, hidden_size), &Device::Cpu);
+        let contexts = Contexts {
+            prior_weight: variable(matrix(priors, components)?)?.into_inner(),
+            prior_bias: None,
+            latent_weight: variable(matrix(identities, components * hidden_size)?)?.into_inner(),
+            latent_bias: variable(Tensor::zeros(components * hidden_size, DType::F32, &Device::Cpu)?)?.into_inner(),
+            activation: ContextActivation::Identity,
+            dropout: 0.0,
+        };
+        Head::from_parts(contexts, decoder)
     }
 }
 

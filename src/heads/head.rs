@@ -71,6 +71,9 @@ impl<P: Configured> Head<P> {
     /// Makes a head whose decoder is tied to the matrix of an embedding, `[vocab, d]`; the gradients of both uses are
     /// summed.
     ///
+    /// A decoder has a bias by default. The checkpoints of most language models have none: ask for none by
+    /// `with_decoder_bias(false)` of the configuration, or `decoder.bias` is a missing variable.
+    ///
     /// # Shapes
     ///
     /// - embedding: `[vocab, d]`
@@ -78,6 +81,29 @@ impl<P: Configured> Head<P> {
     /// # Errors
     ///
     /// If the embedding is of another shape, and the errors of [`Head::new`].
+    ///
+    /// # Examples
+    ///
+    /// A checkpoint whose only matrix is the embedding:
+    ///
+    /// ```
+    /// use std::collections::HashMap;
+    ///
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// use mos_head::{SoftmaxConfig, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Tensor::randn(0f32, 1., (1000, 64), &Device::Cpu)?;
+    /// let checkpoint = HashMap::from([("model.embed_tokens.weight".to_string(), weight)]);
+    /// let vb = VarBuilder::from_tensors(checkpoint, DType::F32, &Device::Cpu);
+    /// let embedding = candle_nn::embedding(1000, 64, vb.pp("model.embed_tokens"))?;
+    /// let config = SoftmaxConfig::new(64, 1000).with_decoder_bias(false);
+    /// let head = SoftmaxHead::tied(&config, &embedding, vb.pp("lm_head"))?;
+    /// assert!(head.bias().is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn tied(config: &P::Config, embedding: &Embedding, vb: VarBuilder) -> Result<Self> {
         Ok(Head { projection: P::new(config, &vb)?, decoder: Decoder::tied(&P::decoder(config), embedding, vb)? })
     }

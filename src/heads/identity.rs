@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use candle_core::quantized::{QMatMul, QTensor};
-use candle_core::Tensor;
+use candle_core::{Module, Tensor};
 use candle_nn::{Linear, VarBuilder};
 
 use super::head::Head;
+use super::mixture_layer::MixtureLayer;
 use super::projection::{Configured, Projection};
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::error::{Error, Result};
@@ -123,6 +124,8 @@ impl SoftmaxConfig {
 /// # let hidden = Tensor::randn(0f32, 1., (4, 64), &Device::Cpu)?;
 /// # let targets = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
 /// let loss = head.loss(&hidden, &targets, &LossOptions::default())?;
+/// let logits = hidden.apply(&head)?; // as before, where a model needs them
+/// # assert_eq!(logits.dims(), [4, 1000]);
 /// # assert!(loss.backward()?.get(&vars.all_vars()[0]).is_some());
 /// # Ok(())
 /// # }
@@ -265,6 +268,16 @@ impl Head<Identity> {
     /// Makes the head of a decoder.
     fn from_decoder(decoder: Decoder) -> Result<Self> {
         Head::from_parts(Identity { hidden_size: decoder.context_dim() }, decoder)
+    }
+}
+
+impl Module for Head<Identity> {
+    /// Computes the logits `[.., vocab]` of hidden states `[.., hidden]`, in their dtype, where a model calls its last
+    /// linear layer: `hidden.apply(&head)`. They are differentiable. A loss needs none of them:
+    /// [`OutputLayer::loss`](crate::OutputLayer::loss).
+    fn forward(&self, hidden: &Tensor) -> candle_core::Result<Tensor> {
+        let logits = self.mixture(hidden, DropoutMasks::Off).and_then(|mixture| mixture.logits());
+        logits.map_err(candle_core::Error::wrap)?.to_dtype(hidden.dtype())
     }
 }
 

@@ -33,6 +33,28 @@ use crate::tensors::dropout::DropoutMasks;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// The entropy of the priors as a regulariser, which keeps components alive: the loss less 0.01 times the mean entropy, with
+/// its gradient in the same backward pass:
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor, D};
+/// # use candle_nn::{VarBuilder, VarMap};
+/// # use mos_head::{Distributions, DropoutMasks, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes};
+/// # fn main() -> mos_head::Result<()> {
+/// # let vars = VarMap::new();
+/// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// # let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(32, 500, 4), vb)?;
+/// # let hidden = Tensor::randn(0f32, 1., (2, 7, 32), &Device::Cpu)?;
+/// # let targets = Tensor::zeros((2, 7), DType::U32, &Device::Cpu)?;
+/// let mixture = head.mixture(&hidden, DropoutMasks::Off)?;
+/// let log_priors = mixture.log_priors()?;
+/// let penalty = ((log_priors.exp()? * &log_priors)?.sum(D::Minus1)?.mean_all()? * 0.01)?;
+/// let gradients = mixture.loss(&targets, &LossOptions::default())?.backward_with(&penalty)?;
+/// # assert!(vars.all_vars().iter().all(|var| gradients.get(var).is_some()));
+/// # Ok(())
+/// # }
+/// ```
 pub trait MixtureLayer: OutputLayer {
     /// Returns the number of softmaxes that are mixed: 1 for a [`MixtureOfContexts`](crate::MixtureOfContexts), which
     /// mixes contexts.

@@ -388,6 +388,77 @@ pub trait OutputLayer: Debug + Send + Sync {
         self.distributions(hidden, None)?.next_tokens(requests)
     }
 
+    /// Chooses several next token ids after each of the hidden states `[.., hidden]`, one for each request of the position's
+    /// list, from one read of the decoder and one distribution for each position: such as the first ids of n samples of a
+    /// prompt, by requests that differ in their seeds.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`, one position for each list of requests
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`next_tokens`](OutputLayer::next_tokens). [`Error::Request`](crate::Error::Request) counts the requests
+    /// of all lists.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use mos_head::decode::{Sampling, TokenRequest};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let head = SoftmaxHead::from_tensors(Tensor::randn(0f32, 1., (100, 8), &Device::Cpu)?, None)?;
+    /// let hidden = Tensor::randn(0f32, 1., (1, 8), &Device::Cpu)?; // after a prompt
+    /// let requests: Vec<_> = (0..5).map(|seed| TokenRequest::new(Sampling::new(), seed)).collect::<Result<_, _>>()?;
+    /// let drawn = head.next_tokens_per_position(&hidden, &[&requests.iter().collect::<Vec<_>>()])?;
+    /// assert_eq!(drawn[0].len(), 5);
+    /// assert_eq!(drawn[0][3], head.next_tokens(&hidden, &[&requests[3]])?[0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn next_tokens_per_position(&self, hidden: &Tensor, requests: &[&[&TokenRequest]]) -> Result<Vec<Vec<NextToken>>> {
+        self.distributions(hidden, None)?.next_tokens_per_position(requests)
+    }
+
+    /// Computes what servers return for a prompt: the log-probability of each of its token ids after the hidden state before
+    /// it, its rank, and the `n` most probable ids, from one read of the decoder. Only one position's distribution is held by
+    /// a thread at a time.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[.., hidden]`, one position for each token id: the state before it
+    ///
+    /// # Errors
+    ///
+    /// If the hidden states do not match the head, there are not as many as token ids, or `n` is above the size of the
+    /// vocabulary. [`Error::Request`](crate::Error::Request) names the first id that is not in the vocabulary.
+    /// [`Error::Distribution`](crate::Error::Distribution) if a distribution is NaN or infinite, and
+    /// [`Error::Impossible`](crate::Error::Impossible) if it has no possible id.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let head = SoftmaxHead::from_tensors(Tensor::new(&[[3f32], [1.], [2.]], &Device::Cpu)?, None)?;
+    /// let hidden = Tensor::new(&[[1f32], [1.]], &Device::Cpu)?;
+    /// let prompt = head.prompt_log_probs(&hidden, &[2, 0], 1)?;
+    /// assert_eq!((prompt[0].token_id, prompt[0].rank, prompt[0].best[0].0), (2, Some(2), 0));
+    /// assert_eq!((prompt[1].token_id, prompt[1].rank), (0, Some(1)));
+    /// assert!((prompt[1].log_prob - prompt[0].log_prob - 1.0).abs() < 1e-6);
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn prompt_log_probs(&self, hidden: &Tensor, token_ids: &[u32], n: usize) -> Result<Vec<NextToken>> {
+        let request = |&id: &u32| TokenRequest::forced(id).with_best(n).with_rank(true);
+        let requests: Vec<TokenRequest> = token_ids.iter().map(request).collect();
+        self.next_tokens(hidden, &requests.iter().collect::<Vec<_>>())
+    }
+
     /// Verifies drafted token ids, for speculative decoding: draws the next tokens of each text from the hidden states after its
     /// last token and after each of its drafts, and accepts the drafts that they agree with. All rows of all texts are
     /// computed from one read of the decoder.
@@ -403,7 +474,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// alone. The ratio test of Leviathan et al. accepts a draft with the probability `min(1, p / q)`, and needs noise that the
     /// draft does not depend on: with the drafter's, what it draws after a rejection is biased.
     ///
-    /// Each request advances by the tokens of its text, `accepted + 1` of them. After an error no request has moved. The
+    /// Each request advances by the tokens of its text: the accepted drafts and one more, unless an accepted draft ends the text
+    /// ([`TokenRequest::with_ends`]). After an error no request has moved. The
     /// constraints of a request hold at all rows of its text: where they change from step to step, as those of a grammar do,
     /// verify the drafts up to the change.
     ///

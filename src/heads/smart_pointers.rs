@@ -49,6 +49,10 @@ delegate_to_pointee! {
         fn argmax(hidden: &Tensor) -> Result<Tensor>;
         fn sample(hidden: &Tensor, sampler: &mut Sampler) -> Result<Tensor>;
         fn next_tokens(hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>>;
+        fn next_tokens_per_position(
+            hidden: &Tensor, requests: &[&[&TokenRequest]]
+        ) -> Result<Vec<Vec<NextToken>>>;
+        fn prompt_log_probs(hidden: &Tensor, token_ids: &[u32], n: usize) -> Result<Vec<NextToken>>;
         fn verify(
             hidden: &Tensor, drafts: &[&[u32]], requests: &mut [&mut TokenRequest]
         ) -> Result<Vec<Verified>>;

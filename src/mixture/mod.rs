@@ -9,6 +9,7 @@ mod distill;
 mod logits;
 mod loss;
 pub(crate) mod node;
+mod responsibilities;
 mod sample;
 mod sampled_softmax;
 mod shard_loss;

@@ -191,6 +191,32 @@ pub(crate) fn check_at_most(argument: &'static str, size: usize, limit: usize) -
     }
 }
 
+/// Returns an error that names the first id that is not in the vocabulary.
+pub(crate) fn check_ids<'a>(
+    argument: &'static str,
+    ids: impl IntoIterator<Item = &'a u32>,
+    vocab: usize,
+) -> Result<()> {
+    match ids.into_iter().enumerate().find(|(_, &id)| id as usize >= vocab) {
+        Some((index, id)) => {
+            let expected = format!("token ids below vocab_size {vocab}");
+            Err(Error::config(argument, expected, format!("{id} at index {index}")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Checks that a mask of ids has a bit for each id of the vocabulary, in as few words as possible.
+pub(crate) fn check_mask(argument: &'static str, words: &[u32], vocab: usize) -> Result<()> {
+    let expected = vocab.div_ceil(u32::BITS as usize);
+    if words.len() == expected {
+        Ok(())
+    } else {
+        let expected = format!("{expected} words for vocab_size {vocab}");
+        Err(Error::config(argument, expected, words.len()))
+    }
+}
+
 /// Returns an error that names the number `got`, unless it `is_valid`.
 pub(crate) fn check_number(is_valid: bool, argument: &'static str, expected: &str, got: f64) -> Result<()> {
     if is_valid {

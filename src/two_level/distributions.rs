@@ -139,7 +139,7 @@ impl Distributions for TwoLevelDistributions<'_> {
         to_device(ids, leading(hidden)?, hidden.device())
     }
 
-    fn next_tokens(&self, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {
+    fn next_tokens_per_position(&self, requests: &[&[&TokenRequest]]) -> Result<Vec<Vec<NextToken>>> {
         self.visit(&NextTokenQuery::new(requests, self.states.dim(0)?, self.head.vocab_size)?)
     }
 }

@@ -1,15 +1,11 @@
 //! Constraints: they change the logits of a request before its token id is drawn.
 
 use std::cmp::Ordering;
-use std::collections::HashMap;
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use crate::backend::distribution::TILE;
-use crate::backend::parallel;
 use crate::error::{Error, Result};
-use crate::tensors::checks::check_number;
+use crate::tensors::checks::{check_ids, check_mask, check_number};
 
 /// Changes of the logits z of a request before its token id is drawn. They are made in this order:
 ///
@@ -19,8 +15,14 @@ use crate::tensors::checks::check_number;
 /// 3. [`frequency_penalty`](Constraints::with_frequency_penalty) f and
 ///    [`presence_penalty`](Constraints::with_presence_penalty) p, of ids generated n times: `z_v - f n - p`
 /// 4. a [`processor`](Constraints::with_processor) of your own
-/// 5. ids that are not [`allowed`](Constraints::with_allowed), or are [`banned`](Constraints::with_banned): minus
-///    infinity
+/// 5. ids that are not [`allowed`](Constraints::with_allowed) or not in a [`mask`](Constraints::with_allowed_mask), that
+///    are [`banned`](Constraints::with_banned), or that would end the text
+///    [too early](crate::decode::TokenRequest::with_min_tokens): minus infinity
+/// 6. a [`logits_processor`](Constraints::with_logits_processor) of your own, which sees all of them at once; those of
+///    step 5 remain minus infinity
+///
+/// The penalties count the ids of the whole text, or of its last n ids
+/// ([`with_penalty_window`](Constraints::with_penalty_window)).
 ///
 /// For one softmax, z are its logits, as in other servers. A mixture of several softmaxes has no logits: z are its
 /// log-probabilities, which differ from logits by a constant. The constant matters for the repetition penalty, for
@@ -71,21 +73,35 @@ pub struct Constraints {
     pub frequency_penalty: f64,
     /// The number that the logit of an id that was generated loses. The default is 0.
     pub presence_penalty: f64,
+    /// The number of ids at the end of the text, prompt included, that the penalties count. The default is all.
+    pub penalty_window: Option<usize>,
     /// The only token ids that may be drawn. The default is all.
     pub allowed: Option<Vec<u32>>,
+    /// The only token ids that may be drawn, as a mask: id i may be if bit `i % 32` of word `i / 32` is set. The default
+    /// is all.
+    pub allowed_mask: Option<Arc<[u32]>>,
     /// Token ids that are never drawn. The default is none.
     pub banned: Vec<u32>,
-    processor: Option<Processor>,
+    pub(super) processor: Option<Processor<TileProcessor>>,
+    pub(super) logits_processor: Option<Processor<LogitsProcessor>>,
 }
 
 /// A function of the user's own that changes logits.
-#[derive(Clone)]
-struct Processor(Arc<ChangeLogits>);
+pub(super) struct Processor<F: ?Sized>(pub(super) Arc<F>);
+
+impl<F: ?Sized> Clone for Processor<F> {
+    fn clone(&self) -> Self {
+        Processor(self.0.clone())
+    }
+}
 
 /// Changes consecutive logits. Its first argument is the token id of the first one.
-type ChangeLogits = dyn Fn(u32, &mut [f64]) + Send + Sync;
+type TileProcessor = dyn Fn(u32, &mut [f64]) + Send + Sync;
 
-impl fmt::Debug for Processor {
+/// Changes all logits. Its first argument is the text.
+type LogitsProcessor = dyn Fn(&[u32], &mut [f64]) + Send + Sync;
+
+impl<F: ?Sized> fmt::Debug for Processor<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Processor")
     }
@@ -105,9 +121,12 @@ impl Constraints {
             repetition_penalty: 1.0,
             frequency_penalty: 0.0,
             presence_penalty: 0.0,
+            penalty_window: None,
             allowed: None,
+            allowed_mask: None,
             banned: Vec::new(),
             processor: None,
+            logits_processor: None,
         }
     }
 
@@ -133,9 +152,39 @@ impl Constraints {
         Constraints { presence_penalty, ..self }
     }
 
+    /// Lets the penalties count only the last `ids` of the text, prompt included.
+    pub fn with_penalty_window(self, ids: usize) -> Self {
+        Constraints { penalty_window: Some(ids), ..self }
+    }
+
     /// Draws from these token ids alone.
     pub fn with_allowed(self, token_ids: &[u32]) -> Self {
         Constraints { allowed: Some(token_ids.to_vec()), ..self }
+    }
+
+    /// Draws from the token ids of a mask alone, as grammar libraries have it: id i may be drawn if bit `i % 32` of word
+    /// `i / 32` is set. There are `vocab_size / 32` words, rounded up; bits beyond the vocabulary are ignored. With
+    /// [`Constraints::with_allowed`], an id must be in both.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use mos_head::decode::{Constraints, Sampling, TokenRequest};
+    /// use mos_head::{OutputLayer, SoftmaxHead};
+    ///
+    /// # fn main() -> mos_head::Result<()> {
+    /// let weight = Tensor::new(&[[4f32], [3.], [2.], [1.]], &Device::Cpu)?;
+    /// let head = SoftmaxHead::from_tensors(weight, None)?;
+    /// let constraints = Constraints::new().with_allowed_mask([0b1100].into()); // ids 2 and 3
+    /// let request = TokenRequest::new(Sampling::greedy(), 42)?.with_constraints(constraints)?;
+    /// let hidden = Tensor::new(&[[1f32]], &Device::Cpu)?;
+    /// assert_eq!(head.next_tokens(&hidden, &[&request])?[0].token_id, 2);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_allowed_mask(self, words: Arc<[u32]>) -> Self {
+        Constraints { allowed_mask: Some(words), ..self }
     }
 
     /// Never draws these token ids.
@@ -147,6 +196,113 @@ impl Constraints {
     /// these logits. It is called in any order and from several threads for the logits of one request.
     pub fn with_processor(self, processor: impl Fn(u32, &mut [f64]) + Send + Sync + 'static) -> Self {
         Constraints { processor: Some(Processor(Arc::new(processor))), ..self }
+    }
+
+    /// Changes all logits of a position at once, by a function of your own. It gets the text, which is the request's prompt
+    /// and what was generated after it, and the logits of all ids, those of ids that must not be drawn being minus infinity.
+    ///
+    /// # Examples
+    ///
+    /// Ids whose logit is less than `n` standard deviations below the largest (Tang et al.: Top-n-sigma: Not All Logits
+    /// Are You Need. 2024, arXiv 2411.07641):
+    ///
+    /// ```
+    /// # use mos_head::decode::Constraints;
+    /// fn top_n_sigma(n: f64) -> Constraints {
+    ///     Constraints::new().with_logits_processor(move |_text, z| {
+    ///         let possible: Vec<f64> = z.iter().copied().filter(|z| *z > f64::NEG_INFINITY).collect();
+    ///         let mean = possible.iter().sum::<f64>() / possible.len() as f64;
+    ///         let variance = possible.iter().map(|z| (z - mean).powi(2)).sum::<f64>() / possible.len() as f64;
+    ///         let largest = possible.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    ///         let least = largest - n * variance.sqrt();
+    ///         z.iter_mut().filter(|z| **z < least).for_each(|z| *z = f64::NEG_INFINITY);
+    ///     })
+    /// }
+    /// # use candle_core::{Device, Tensor};
+    /// # use mos_head::decode::{Sampling, TokenRequest};
+    /// # use mos_head::{OutputLayer, SoftmaxHead};
+    /// # fn main() -> mos_head::Result<()> {
+    /// # let head = SoftmaxHead::from_tensors(Tensor::new(&[[4f32], [3.9], [0.], [0.]], &Device::Cpu)?, None)?;
+    /// # let hidden = Tensor::ones((1, 1), candle_core::DType::F32, &Device::Cpu)?;
+    /// # for seed in 0..20 {
+    /// #     let request = TokenRequest::new(Sampling::new().with_temperature(9.0), seed)?;
+    /// #     let request = request.with_constraints(top_n_sigma(1.0))?;
+    /// #     assert!(head.next_tokens(&hidden, &[&request])?[0].token_id < 2);
+    /// # }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Ids that would repeat an n-gram of the text, of which none is drawn:
+    ///
+    /// ```
+    /// # use mos_head::decode::Constraints;
+    /// fn without_repeated_ngrams(n: usize) -> Constraints {
+    ///     Constraints::new().with_logits_processor(move |text, z| {
+    ///         let last = &text[(text.len() + 1).saturating_sub(n)..];
+    ///         for ngram in text.windows(n).filter(|ngram| ngram[..n - 1] == *last) {
+    ///             if let Some(z) = z.get_mut(ngram[n - 1] as usize) {
+    ///                 *z = f64::NEG_INFINITY;
+    ///             }
+    ///         }
+    ///     })
+    /// }
+    /// # use candle_core::{Device, Tensor};
+    /// # use mos_head::decode::{Sampling, TokenRequest};
+    /// # use mos_head::{OutputLayer, SoftmaxHead};
+    /// # fn main() -> mos_head::Result<()> {
+    /// # let head = SoftmaxHead::from_tensors(Tensor::new(&[[4f32], [3.], [2.]], &Device::Cpu)?, None)?;
+    /// # let hidden = Tensor::ones((1, 1), candle_core::DType::F32, &Device::Cpu)?;
+    /// # let request = TokenRequest::new(Sampling::greedy(), 0)?.with_constraints(without_repeated_ngrams(2))?;
+    /// # let mut request = request.with_prompt(&[1, 0, 0, 1]);
+    /// # assert_eq!(head.next_tokens(&hidden, &[&request])?[0].token_id, 1); // after 1, not 0 again
+    /// # request.push(1);
+    /// # assert_eq!(head.next_tokens(&hidden, &[&request])?[0].token_id, 2); // nor 1
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Locally typical sampling: the ids whose surprise is nearest to the entropy, as many as have the probability `p`
+    /// (Meister, Pimentel, Wiher, Cotterell: Locally Typical Sampling. TACL 2023, arXiv 2202.00666):
+    ///
+    /// ```
+    /// # use mos_head::decode::Constraints;
+    /// fn typical(p: f64) -> Constraints {
+    ///     Constraints::new().with_logits_processor(move |_text, z| {
+    ///         let largest = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    ///         let log_sum = z.iter().map(|z| (z - largest).exp()).sum::<f64>().ln() + largest;
+    ///         let mut ids: Vec<usize> = (0..z.len()).filter(|&id| z[id] > f64::NEG_INFINITY).collect();
+    ///         let entropy: f64 = ids.iter().map(|&id| (z[id] - log_sum).exp() * (log_sum - z[id])).sum();
+    ///         let distance = |id: &usize| (log_sum - z[*id] - entropy).abs();
+    ///         ids.sort_by(|a, b| distance(a).total_cmp(&distance(b)));
+    ///         let mut mass = 0.0;
+    ///         let outside = ids.iter().skip_while(|&&id| {
+    ///             let is_in = mass < p;
+    ///             mass += (z[id] - log_sum).exp();
+    ///             is_in
+    ///         });
+    ///         outside.copied().collect::<Vec<_>>().into_iter().for_each(|id| z[id] = f64::NEG_INFINITY);
+    ///     })
+    /// }
+    /// # use candle_core::{Device, Tensor};
+    /// # use mos_head::decode::{Sampling, TokenRequest};
+    /// # use mos_head::{OutputLayer, SoftmaxHead};
+    /// # fn main() -> mos_head::Result<()> {
+    /// # // Probabilities 0.6, 0.3 and 0.1: the entropy is 0.9, to which 1.2 is nearest, and then 0.5.
+    /// # let weight = Tensor::new(&[[0.6f32], [0.3], [0.1]], &Device::Cpu)?.log()?;
+    /// # let head = SoftmaxHead::from_tensors(weight, None)?;
+    /// # let hidden = Tensor::ones((1, 1), candle_core::DType::F32, &Device::Cpu)?;
+    /// # for seed in 0..20 {
+    /// #     let request = TokenRequest::new(Sampling::new(), seed)?.with_constraints(typical(0.2))?;
+    /// #     assert_eq!(head.next_tokens(&hidden, &[&request])?[0].token_id, 1);
+    /// #     let request = TokenRequest::new(Sampling::new(), seed)?.with_constraints(typical(0.5))?;
+    /// #     assert!(head.next_tokens(&hidden, &[&request])?[0].token_id < 2);
+    /// # }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_logits_processor(self, processor: impl Fn(&[u32], &mut [f64]) + Send + Sync + 'static) -> Self {
+        Constraints { logits_processor: Some(Processor(Arc::new(processor))), ..self }
     }
 
     /// Checks the ranges of the penalties and of the biases.
@@ -168,106 +324,14 @@ impl Constraints {
         }
     }
 
-    /// Checks that the ids of `bias`, `allowed` and `banned` are in the vocabulary. Ids of the text need not be:
-    /// placeholders of images have no logit.
+    /// Checks that the ids of `bias`, `allowed` and `banned` are in the vocabulary, and that a mask has its length. Ids of the
+    /// text need not be: placeholders of images have no logit.
     pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
         check_ids("bias", self.bias.iter().map(|(id, _)| id), vocab)?;
         check_ids("allowed", self.allowed.iter().flatten(), vocab)?;
+        if let Some(words) = &self.allowed_mask {
+            check_mask("allowed_mask", words, vocab)?;
+        }
         check_ids("banned", &self.banned, vocab)
-    }
-
-    /// Whether a penalty may change a logit.
-    fn has_penalty(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
-    }
-
-    /// Whether the result depends on the logits themselves, not only on their differences.
-    pub(super) fn need_logits(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.processor.is_some()
-    }
-
-    /// Returns the changed logits of all ids, or `None` if nothing changes. A logit before the changes is the sum of an
-    /// id's log-probability and the `offset`.
-    pub(super) fn apply(&self, log_probs: &[f64], offset: f64, history: &History) -> Option<Vec<f64>> {
-        // Ids outside the vocabulary have no logit.
-        let has_logit = |id: &u32| (*id as usize) < log_probs.len();
-        let is_penalised = self.has_penalty() && history.occurrences.keys().any(has_logit);
-        let has_no_ids = self.bias.is_empty() && self.allowed.is_none() && self.banned.is_empty();
-        if has_no_ids && !is_penalised && self.processor.is_none() {
-            return None;
-        }
-        let mut z: Vec<f64> = log_probs.iter().map(|log_p| log_p + offset).collect();
-        for &(id, bias) in &self.bias {
-            z[id as usize] += bias;
-        }
-        for (id, occurrence) in history.occurrences.iter().filter(|(id, _)| is_penalised && has_logit(id)) {
-            let z = &mut z[*id as usize];
-            if self.repetition_penalty != 1.0 {
-                *z = if *z > 0.0 { *z / self.repetition_penalty } else { *z * self.repetition_penalty };
-            }
-            if occurrence.generated > 0 {
-                *z -= self.frequency_penalty * f64::from(occurrence.generated) + self.presence_penalty;
-            }
-        }
-        if let Some(Processor(processor)) = &self.processor {
-            parallel::for_each(z.chunks_mut(TILE).enumerate(), |(tile, z)| processor((tile * TILE) as u32, z));
-        }
-        if let Some(allowed) = &self.allowed {
-            let unrestricted = std::mem::replace(&mut z, vec![f64::NEG_INFINITY; log_probs.len()]);
-            allowed.iter().for_each(|&id| z[id as usize] = unrestricted[id as usize]);
-        }
-        for &id in &self.banned {
-            z[id as usize] = f64::NEG_INFINITY;
-        }
-        Some(z)
-    }
-}
-
-/// The token ids of a request's text, as far as penalties and noise depend on them.
-#[derive(Clone, Debug, Default)]
-pub(super) struct History {
-    occurrences: HashMap<u32, Occurrence>,
-    /// The number of ids that were generated.
-    pub(super) generated: u64,
-}
-
-/// The occurrences of a token id in a text.
-#[derive(Clone, Copy, Debug, Default)]
-struct Occurrence {
-    /// The number of times that it was generated; zero if it is in the prompt alone.
-    generated: u32,
-}
-
-impl History {
-    /// Adds an id of the prompt.
-    pub(super) fn add_to_prompt(&mut self, id: u32) {
-        self.occurrences.entry(id).or_default();
-    }
-
-    /// Adds a generated id.
-    pub(super) fn add_generated(&mut self, id: u32) {
-        let occurrence = self.occurrences.entry(id).or_default();
-        occurrence.generated = occurrence.generated.saturating_add(1);
-        self.generated += 1;
-    }
-
-    /// Hashes the text, so that ranks can compare theirs.
-    pub(super) fn hash(&self, state: &mut impl Hasher) {
-        let count = |(id, occurrence): (&u32, &Occurrence)| (*id, occurrence.generated);
-        let mut occurrences: Vec<_> = self.occurrences.iter().map(count).collect();
-        occurrences.sort_unstable();
-        (self.generated, occurrences).hash(state);
-    }
-}
-
-/// Returns an error that names the first id that is not in the vocabulary.
-fn check_ids<'a>(argument: &'static str, ids: impl IntoIterator<Item = &'a u32>, vocab: usize) -> Result<()> {
-    match ids.into_iter().enumerate().find(|(_, &id)| id as usize >= vocab) {
-        Some((index, id)) => Err(Error::config(
-            argument,
-            format!("token ids below vocab_size {vocab}"),
-            format!("{id} at index {index}"),
-        )),
-        None => Ok(()),
     }
 }

@@ -1,10 +1,14 @@
 //! The next token ids of several texts, each of which has settings of its own, from one read of the decoder.
 //!
-//! [`TokenRequest`] has the settings of one text. The query that answers it collects the log-probabilities of all ids,
-//! changes them by the request's [`Constraints`], and draws an id with noise that is a function of seed, step and id.
+//! [`TokenRequest`] has the settings of one text. The query that answers it collects the log-probabilities of all ids or of
+//! some ([`entries`]), changes them by the request's [`Constraints`] ([`changes`]), and draws an id with noise that is a
+//! function of seed, step and id.
 
+mod changes;
 mod constraints;
 mod draw;
+mod entries;
+mod history;
 mod noise;
 mod request;
 
@@ -16,7 +20,8 @@ use crate::backend::ranking::top_k;
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_elements;
 pub use constraints::Constraints;
-use draw::draw;
+use draw::{draw, Drawn};
+pub(crate) use entries::Entries;
 pub use request::TokenRequest;
 
 /// The next token id of a text, and the other results that its request asks for, from
@@ -57,6 +62,9 @@ pub struct NextToken {
     pub best: Vec<(u32, f64)>,
     /// The entropy of the model's distribution, if asked for.
     pub entropy: Option<f64>,
+    /// The place of the token id in the order of probabilities under the model, if asked for: the most probable id has 1;
+    /// among equals the lowest id comes first.
+    pub rank: Option<usize>,
 }
 
 impl NextToken {
@@ -72,12 +80,17 @@ impl NextToken {
     /// The errors are those of [`OutputLayer::next_tokens`](crate::OutputLayer::next_tokens), and [`Error::Value`] if a
     /// log-probability is above zero by more than rounding, as a logit may be.
     pub fn from_log_probs(log_probs: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
-        Self::from_rounded(log_probs, log_probs.dtype(), requests)
+        let requests: Vec<_> = requests.chunks(1).collect();
+        Ok(Self::from_rounded(log_probs, log_probs.dtype(), &requests)?.into_iter().flatten().collect())
     }
 
-    /// Draws as [`NextToken::from_log_probs`] does, from log-probabilities that were rounded to the dtype `rounded`
-    /// before they were given in another one.
-    pub(crate) fn from_rounded(log_probs: &Tensor, rounded: DType, requests: &[&TokenRequest]) -> Result<Vec<Self>> {
+    /// Draws as [`NextToken::from_log_probs`] does, for a list of requests at each position, from log-probabilities that were
+    /// rounded to the dtype `rounded` before they were given in another one.
+    pub(crate) fn from_rounded(
+        log_probs: &Tensor,
+        rounded: DType,
+        requests: &[&[&TokenRequest]],
+    ) -> Result<Vec<Vec<Self>>> {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };
         let query = NextTokenQuery::new(requests, check_elements("log_probs", leading)?, vocab)?;
@@ -85,18 +98,18 @@ impl NextToken {
     }
 }
 
-/// A query for the next token id of each position, with a request for each.
+/// A query for the next token ids of each position, with a list of requests for each.
 pub(crate) struct NextTokenQuery<'a> {
-    requests: &'a [&'a TokenRequest],
+    requests: &'a [&'a [&'a TokenRequest]],
 }
 
 impl<'a> NextTokenQuery<'a> {
-    /// Checks that there is a request for each position, and each request against the vocabulary.
-    pub(crate) fn new(requests: &'a [&'a TokenRequest], positions: usize, vocab: usize) -> Result<Self> {
+    /// Checks that there is a list for each position, and each request against the vocabulary.
+    pub(crate) fn new(requests: &'a [&'a [&'a TokenRequest]], positions: usize, vocab: usize) -> Result<Self> {
         if requests.len() != positions {
             return Err(Error::config("requests", format!("one for each of {positions} positions"), requests.len()));
         }
-        for (index, request) in requests.iter().enumerate() {
+        for (index, request) in requests.iter().copied().flatten().enumerate() {
             request.check(vocab).map_err(|error| Error::Request { index, error: Box::new(error) })?;
         }
         Ok(NextTokenQuery { requests })
@@ -104,15 +117,15 @@ impl<'a> NextTokenQuery<'a> {
 }
 
 impl Visit for NextTokenQuery<'_> {
-    type Output = NextToken;
+    type Output = Vec<NextToken>;
 
     fn needs_logits(&self) -> bool {
-        self.requests.iter().any(|request| request.constraints.need_logits())
+        self.requests.iter().copied().flatten().any(|request| request.constraints.need_logits())
     }
 
-    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<NextToken> {
+    fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<Vec<NextToken>> {
         let (log_probs, offset) = AllLogProbsQuery.visit(position, distribution)?;
-        self.answer(position, &log_probs, offset)
+        self.answer(position, &log_probs, offset, Entries::all(log_probs.len()))
     }
 }
 
@@ -133,36 +146,69 @@ impl Visit for AllLogProbsQuery {
 }
 
 impl NextTokenQuery<'_> {
-    /// Answers the request of a position from the log-probabilities of all ids. The sum of a log-probability and the
+    /// Answers the requests of a position from the log-probabilities of these entries. The sum of a log-probability and the
     /// `offset` is the id's logit.
-    pub(crate) fn answer(&self, position: usize, log_probs: &[f64], offset: f64) -> Result<NextToken> {
-        let request = self.requests[position];
-        let best = match request.best {
-            0 => Vec::new(),
-            n => top_k(&Computed::new(log_probs), n).into_iter().map(|(log_p, id)| (id, log_p)).collect(),
+    pub(crate) fn answer(
+        &self,
+        position: usize,
+        log_probs: &[f64],
+        offset: f64,
+        entries: Entries<'_>,
+    ) -> Result<Vec<NextToken>> {
+        let requests = self.requests[position];
+        // What depends on the distribution alone is computed once.
+        let most = requests.iter().map(|request| request.best).max().unwrap_or(0);
+        let mut best = if most > 0 { top_k(&Computed::new(log_probs), most) } else { Vec::new() };
+        best.iter_mut().for_each(|(_, entry)| *entry = entries.id(*entry as usize));
+        let entropy = requests.iter().any(|request| request.entropy).then(|| entropy(log_probs));
+        let answer = |request: &&TokenRequest| {
+            let Drawn { entry, log_prob } = match request.forced {
+                // An id without an entry is impossible.
+                Some(id) => Drawn { entry: entries.entry(id).unwrap_or(usize::MAX), log_prob: 0.0 },
+                None => request.draw(log_probs, offset, entries, position)?,
+            };
+            let log_p = log_probs.get(entry).copied().unwrap_or(f64::NEG_INFINITY);
+            let token_id = request.forced.unwrap_or_else(|| entries.id(entry));
+            Ok(NextToken {
+                token_id,
+                log_prob: log_p,
+                sampled_log_prob: log_prob,
+                best: best.iter().take(request.best).map(|&(log_p, id)| (id, log_p)).collect(),
+                entropy: entropy.filter(|_| request.entropy),
+                rank: request.rank.then(|| rank(log_probs, entries, log_p, token_id)),
+            })
         };
-        let changed = request.constraints.apply(log_probs, offset, &request.history);
-        let z = changed.as_deref().unwrap_or(log_probs);
-        if changed.is_some() {
-            check_changed_logits(z, position)?;
-        }
-        let drawn = draw(z, changed.is_none(), &request.sampling, request.noise());
-        let drawn = drawn.ok_or(Error::EmptySet { position })?;
-        Ok(NextToken {
-            token_id: drawn.id,
-            log_prob: log_probs[drawn.id as usize],
-            sampled_log_prob: drawn.log_prob,
-            best,
-            entropy: request.entropy.then(|| entropy(log_probs)),
-        })
+        requests.iter().map(answer).collect()
     }
 }
 
+impl TokenRequest {
+    /// Draws an entry, after the changes of the constraints.
+    fn draw(&self, log_probs: &[f64], offset: f64, entries: Entries<'_>, position: usize) -> Result<Drawn> {
+        let changed = self.constraints.apply(log_probs, offset, entries, &self.history, self.early_ends());
+        let z = changed.as_deref().unwrap_or(log_probs);
+        if changed.is_some() {
+            check_changed_logits(z, entries, position)?;
+        }
+        draw(z, entries, changed.is_none(), &self.sampling, self.noise()).ok_or(Error::EmptySet { position })
+    }
+}
+
+/// Returns the place of an id with this log-probability in the order of probabilities, from 1 on. Ids without an entry, which
+/// are impossible, come in the order of the ids too.
+fn rank(log_probs: &[f64], entries: Entries<'_>, log_p: f64, id: u32) -> usize {
+    let precedes = |(entry, &other): (usize, &f64)| other > log_p || other == log_p && entries.id(entry) < id;
+    let among_entries = log_probs.iter().enumerate().filter(|&entry| precedes(entry)).count();
+    let without_entry = if log_p == f64::NEG_INFINITY { entries.without_entry_before(id) } else { 0 };
+    1 + among_entries + without_entry
+}
+
 /// Checks that constraints have made no logit NaN or plus infinity, and not all of them minus infinity.
-fn check_changed_logits(z: &[f64], position: usize) -> Result<()> {
+fn check_changed_logits(z: &[f64], entries: Entries<'_>, position: usize) -> Result<()> {
     let mut is_possible = false;
-    for (index, &z) in z.iter().enumerate() {
+    for (entry, &z) in z.iter().enumerate() {
         if z.is_nan() || z == f64::INFINITY {
+            let index = entries.id(entry) as usize;
             let (argument, expected) = ("logits after constraints", "numbers or minus infinity");
             return Err(Error::Value { argument, expected, position, index, got: z });
         }

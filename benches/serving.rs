@@ -3,7 +3,9 @@
 //!     cargo bench --bench serving
 //!     cargo bench --bench serving -- v33278-k15    # one mixture
 //!
-//! With a single softmax, `verify-token` and `verify-service` verify four drafts of a text, beside the same head at one position.
+//! With a single softmax, `verify-token` and `verify-service` verify four drafts of a text, beside the same head at one position;
+//! `mask-token` allows the odd ids by a mask, and `processor-token` has a processor of all logits that changes nothing. An eighth of
+//! the ids is a draft vocabulary: `frozen-..` is a frozen head of these, beside `rows-..`, a head that is made of their rows.
 //! The ways of a mixture take turns, so that all of them see the same machine. Prints the least and the median time in
 //! milliseconds, and the ratio of the medians to `read`, the time to read the decoder's matrix in f32 on all threads, and
 //! to `sample` at one position.
@@ -16,6 +18,7 @@ use std::hint::black_box;
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::ops::log_softmax;
 use mos_head::decode::{Constraints, Sampler, Sampling, TokenRequest};
+use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::{Distributions, Mixture, OutputLayer, SoftmaxHead};
 use shared::{median, read, turns};
 
@@ -29,7 +32,7 @@ type Way<'a> = (&'static str, Box<dyn FnMut() -> mos_head::Result<()> + 'a>);
 fn main() -> mos_head::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     // `cargo test --benches` checks that everything runs.
-    let (seconds, vocab_limit) = if arguments.iter().any(|x| x == "--bench") { (20.0, usize::MAX) } else { (0.0, 500) };
+    let (seconds, vocab_limit) = if arguments.iter().any(|x| x == "--bench") { (20.0, usize::MAX) } else { (0.0, 512) };
     let wanted = arguments.iter().find(|x| !x.starts_with("--"));
     for (vocab, d, components) in SHAPES {
         let name = format!("v{vocab}-k{components}");
@@ -65,6 +68,14 @@ fn shape(name: &str, (vocab, d, components): (usize, usize, usize), seconds: f64
     let hidden = Tensor::randn(0f32, 1.0, (DRAFTS.len() + 1, d), device)?;
     let last = hidden.narrow(0, 0, 1)?;
 
+    let subset: Vec<u32> = (0..vocab as u32).step_by(8).collect();
+    let restricted = Restricted::new(&head, AllowedIds::new(&subset))?;
+    let frozen = restricted.frozen()?;
+    let rows = SoftmaxHead::from_tensors(weight.index_select(&Tensor::new(&subset[..], device)?, 0)?, None)?;
+    let words = vec![0xaaaa_aaaa_u32; vocab.div_ceil(32)];
+    let mask = plain.clone().with_constraints(Constraints::new().with_allowed_mask(words.into()))?;
+    let processor = plain.clone().with_constraints(Constraints::new().with_logits_processor(|_, _| {}))?;
+
     let mut ways: Vec<Way<'_>> = vec![
         ("read", Box::new(|| done(Ok(read(&numbers))))),
         ("sample", Box::new(|| done(one.sample(&mut sampler)))),
@@ -83,6 +94,17 @@ fn shape(name: &str, (vocab, d, components): (usize, usize, usize), seconds: f64
         ("service-b8", Box::new(|| done(many.next_tokens(&[&full; BATCH])))),
     ];
     if components == 1 {
+        for (name, request) in [("mask-token", &mask), ("processor-token", &processor)] {
+            let (head, last) = (&head, &last);
+            ways.push((name, Box::new(move || done(head.next_tokens(last, &[request])))));
+        }
+        for (names, layer) in
+            [(["frozen-token", "frozen-top1"], &frozen as &dyn OutputLayer), (["rows-token", "rows-top1"], &rows)]
+        {
+            let (last, plain) = (&last, &plain);
+            ways.push((names[0], Box::new(move || done(layer.next_tokens(last, &[plain])))));
+            ways.push((names[1], Box::new(move || done(layer.top_k(last, 1)))));
+        }
         for (names, request) in [(["head-token", "verify-token"], &plain), (["head-service", "verify-service"], &full)]
         {
             let (head, hidden, last) = (&head, &hidden, &last);
@@ -95,7 +117,7 @@ fn shape(name: &str, (vocab, d, components): (usize, usize, usize), seconds: f64
     for ((way, _), times) in ways.iter().zip(&times) {
         let (least, median) = (times[0], median(times));
         let (of_read, of_sample) = (median / of_read, median / of_sample);
-        println!("{name}-{way:<14} least {least:8.3} ms, median {median:8.3} ms, {of_read:5.2} x read, {of_sample:5.2} x sample");
+        println!("{name}-{way:<15} least {least:8.3} ms, median {median:8.3} ms, {of_read:5.2} x read, {of_sample:5.2} x sample");
     }
     Ok(())
 }

@@ -6,9 +6,10 @@
 //!
 //! The LSTM (`--checkpoint` of `language_model --save`) computes the hidden states of a batch together; qwen2 of
 //! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text
-//! alone. Without a checkpoint the weights are random. `--gguf` names a file whose output layer serves the qwen2. A step of
+//! alone. The last request has a grammar, whose mask changes at each step. Without a checkpoint the weights are random. `--gguf` names a file whose output layer serves the qwen2. A step of
 //! the whole batch reads the decoder once.
 
+mod grammar;
 mod lstm;
 #[cfg(feature = "candle-transformers")]
 mod qwen2;
@@ -114,18 +115,20 @@ fn serve<B: Backbone>(backbone: &B, requests: Vec<Request>, most: usize) -> Resu
             let hidden = backbone.read(&mut texts)?;
             model_time += start.elapsed();
             let start = Instant::now();
+            let vocab = backbone.head().vocab_size();
+            batch.iter_mut().try_for_each(|text| text.request.constrain(vocab))?;
             let settings: Vec<_> = batch.iter().map(|text| &text.request.settings).collect();
             let tokens = backbone.head().next_tokens(&hidden, &settings)?;
             head_time += start.elapsed();
             drawn += tokens.len();
             for (text, token) in batch.iter_mut().zip(tokens) {
-                text.request.settings.push(token.token_id);
+                text.request.push(token.token_id);
                 text.unread = vec![token.token_id];
                 text.tokens.push(token);
             }
         }
         step += 1;
-        let (done, others) = batch.into_iter().partition(|text| text.tokens.len() >= text.request.tokens);
+        let (done, others) = batch.into_iter().partition(|text| text.request.is_done(text.tokens.len()));
         batch = others;
         done.iter().for_each(|text| println!("{}", line(text, step)));
     }

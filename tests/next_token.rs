@@ -267,9 +267,11 @@ fn check_frequencies(counts: &[usize], p: &[f64], name: &str) {
 fn a_request_draws_the_same_alone_in_any_batch_and_on_any_threads() -> Result<()> {
     for components in [1, 4] {
         let all = case(70, components, 1300);
-        let constraints = Constraints::new().with_repetition_penalty(1.2).with_banned(&[5, 600]);
+        let mut constraints = all_constraints(1300);
+        constraints.push(Constraints::new().with_repetition_penalty(1.2).with_banned(&[5, 600]));
         let samplings = samplings();
-        let request = |t: usize| request(&samplings[t % samplings.len()], 100 + t as u64, &constraints);
+        let request =
+            |t: usize| request(&samplings[t % samplings.len()], 100 + t as u64, &constraints[t % constraints.len()]);
         let requests: Vec<TokenRequest> = (0..70).map(request).collect::<Result<_>>()?;
         let of_range = |first: usize, n: usize| -> Result<Vec<NextToken>> {
             let requests: Vec<_> = requests[first..first + n].iter().collect();

@@ -1,6 +1,7 @@
 //! The distributions of some positions, of which results are asked.
 //!
-//! [`Distributions`] has all results. A [`Mixture`](crate::Mixture) computes some by its fused operations ([`mixture`]);
+//! [`Distributions`] has all results. A [`Mixture`](crate::Mixture) computes some by its fused operations ([`mixture`]), and
+//! knows the components' part in a target ([`responsibilities`]);
 //! what a kind of distributions does not override follows from its scores or its log-probabilities, as everything does
 //! for distributions that are given as log-probabilities ([`given`]).
 
@@ -8,6 +9,7 @@ mod given;
 mod linear;
 mod linear_cross_entropy;
 mod mixture;
+mod responsibilities;
 
 use candle_core::{DType, Tensor, D};
 

@@ -33,7 +33,7 @@ use crate::tensors::transfer::{accurate_dtype, select_positions};
 /// | | |
 /// |---|---|
 /// | [`log_prob`](OutputLayer::log_prob), [`score`](OutputLayer::score), [`log_probs_as`](OutputLayer::log_probs_as) | log-probabilities and entropies with gradients ([`score`](crate::score)) |
-/// | [`top_k`](OutputLayer::top_k), [`argmax`](OutputLayer::argmax), [`sample`](OutputLayer::sample), [`next_tokens`](OutputLayer::next_tokens), [`verify`](OutputLayer::verify) | decoding ([`decode`](crate::decode)) |
+/// | [`top_k`](OutputLayer::top_k), [`argmax`](OutputLayer::argmax), [`sample`](OutputLayer::sample), [`next_tokens`](OutputLayer::next_tokens), [`next_tokens_per_position`](OutputLayer::next_tokens_per_position), [`prompt_log_probs`](OutputLayer::prompt_log_probs), [`verify`](OutputLayer::verify) | decoding ([`decode`](crate::decode)) |
 /// | [`policy_loss`](OutputLayer::policy_loss), [`distill`](OutputLayer::distill) | PPO and GRPO ([`policy`](crate::policy)), a teacher's distributions ([`distill`](crate::distill)) |
 /// | [`frozen`](OutputLayer::frozen) | the head as a constant |
 ///

@@ -9,7 +9,6 @@ mod distill;
 mod logits;
 mod loss;
 pub(crate) mod node;
-mod responsibilities;
 mod sample;
 mod sampled_softmax;
 mod shard_loss;
@@ -294,6 +293,15 @@ impl Mixture {
         let log_priors = operands.log_priors.as_ref().map(select).transpose()?;
         let sizes = Sizes { positions: positions.len(), ..operands.sizes };
         let operands = Operands { sizes, contexts: select(&operands.contexts)?, log_priors, ..operands.clone() };
+        Ok(Mixture { leading: vec![sizes.positions], operands })
+    }
+
+    /// Returns the softmax of each component at each position, as a position of its own: `[positions * K]`.
+    pub(crate) fn component_softmaxes(&self) -> Result<Self> {
+        let Sizes { positions, components, context_dim, .. } = self.operands.sizes;
+        let sizes = Sizes { positions: positions * components, components: 1, ..self.operands.sizes };
+        let contexts = self.operands.contexts.reshape((sizes.positions, 1, context_dim))?;
+        let operands = Operands { sizes, contexts, log_priors: None, ..self.operands.clone() };
         Ok(Mixture { leading: vec![sizes.positions], operands })
     }
 

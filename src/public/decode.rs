@@ -6,7 +6,9 @@
 //! |---|---|
 //! | [`top_k`](crate::OutputLayer::top_k), [`argmax`](crate::OutputLayer::argmax) | return the most probable token ids under the whole mixture ([`TopK`]); among equals the lowest id comes first |
 //! | [`sample`](crate::OutputLayer::sample) | draws with a [`Sampler`]: [`Sampling`] has the temperature of the mixture or of its components, top-k, top-p and min-p; the same seed draws the same ids |
-//! | [`next_tokens`](crate::OutputLayer::next_tokens) | answers the [`TokenRequest`]s of several texts, each of which has its own seed, sampling and [`Constraints`], from one read of the decoder; a [`NextToken`] has a token id, its log-probabilities, the most probable ids and the entropy |
+//! | [`next_tokens`](crate::OutputLayer::next_tokens) | answers the [`TokenRequest`]s of several texts, each of which has its own seed, sampling and [`Constraints`], from one read of the decoder; a [`NextToken`] has a token id, its log-probabilities, the most probable ids, the entropy and the rank |
+//! | [`next_tokens_per_position`](crate::OutputLayer::next_tokens_per_position) | answers several requests of each position, such as n seeds after a prompt |
+//! | [`prompt_log_probs`](crate::OutputLayer::prompt_log_probs) | the log-probability and the rank of each id of a prompt, with the most probable ids |
 //! | [`verify`](crate::OutputLayer::verify) | verifies drafted token ids for speculative decoding: the texts are those that `next_tokens` draws step by step ([`Verified`]) |
 //! | [`with_ancestral`](Sampling::with_ancestral) | draws a component, and then an id from its softmax: the distribution is that of the mixture, at nearly the cost of one softmax |
 //! | [`BeamSearch`] | finds the most probable sequences of a batch, each a [`Hypothesis`], n-best, with a length penalty; the model is a closure |

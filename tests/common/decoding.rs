@@ -108,7 +108,9 @@ fn drawn(head: &dyn OutputLayer) -> Result<Vec<NextToken>> {
         Sampling::new().with_min_p(0.05),
         Sampling::new().with_top_k(7).with_top_p(0.9),
     ];
-    let constraints = Constraints::new().with_repetition_penalty(1.3).with_banned(&[0, 1300]);
+    let words = (0..VOCAB.div_ceil(32) as u32).map(|word| !(1 << (word % 32))).collect();
+    let constraints = Constraints::new().with_repetition_penalty(1.3).with_penalty_window(2).with_banned(&[0, 1300]);
+    let constraints = constraints.with_allowed_mask(words).with_logits_processor(|text, z| z[text.len()] += 1.0);
     let request = |(seed, sampling): (usize, Sampling)| {
         let request = TokenRequest::new(sampling, seed as u64)?.with_best(6).with_entropy(true);
         if seed % 2 == 0 {

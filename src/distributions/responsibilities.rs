@@ -2,10 +2,10 @@
 
 use candle_core::{Tensor, D};
 
-use super::Mixture;
-use crate::backend::operands::{Operands, Sizes};
-use crate::distributions::Distributions;
+use super::Distributions;
+use crate::backend::operands::Sizes;
 use crate::error::Result;
+use crate::mixture::Mixture;
 use crate::tensors::checks::check_targets;
 
 impl Mixture {
@@ -47,26 +47,16 @@ impl Mixture {
     pub fn responsibilities(&self, targets: &Tensor) -> Result<Tensor> {
         check_targets("targets", targets, self.leading())?;
         let mixture = self.detach();
-        let (operands, shape) = (mixture.operands(), [self.leading(), &[self.operands().sizes.components]].concat());
-        let Sizes { positions, components, context_dim, .. } = operands.sizes;
+        let Sizes { positions, components, .. } = mixture.operands().sizes;
         if positions == 0 {
             return mixture.log_priors();
         }
-        // Each component at each position is a softmax of its own.
-        let softmaxes = Mixture {
-            leading: vec![positions * components],
-            operands: Operands {
-                sizes: Sizes { positions: positions * components, components: 1, ..operands.sizes },
-                contexts: operands.contexts.reshape((positions * components, 1, context_dim))?,
-                log_priors: None,
-                ..operands.clone()
-            },
-        };
         let targets = targets.flatten_all()?.unsqueeze(1)?.broadcast_as((positions, components))?.flatten_all()?;
         let by_row: Vec<u32> = (0..positions as u32).flat_map(|t| (0..components).map(move |_| t)).collect();
-        let log_probs = softmaxes.log_prob(&targets);
+        let log_probs = mixture.component_softmaxes()?.log_prob(&targets);
         let log_probs = log_probs.map_err(|error| error.with_position_from(&by_row).renamed("token_ids", "targets"))?;
-        let log_joint = (log_probs.reshape(shape)? + mixture.log_priors()?)?;
+        let log_priors = mixture.log_priors()?;
+        let log_joint = (log_probs.reshape(log_priors.shape())? + log_priors)?;
         Ok(candle_nn::ops::softmax(&log_joint, D::Minus1)?)
     }
 }

@@ -8,31 +8,42 @@ use std::path::PathBuf;
 /// Measures the rank of a language model's log-probabilities, and what a lower rank would cost.
 #[derive(Debug, Parser)]
 pub(crate) struct Args {
-    /// Checkpoints of language_model; with --weight, a safetensors file
+    /// Checkpoints of language_model; with --weight or --log-probs, safetensors files
     #[arg(required = true, value_name = "CHECKPOINT")]
     pub(crate) checkpoints: Vec<PathBuf>,
     /// Print the contexts in which two checkpoints differ most, with the most probable tokens of each
-    #[arg(long, conflicts_with_all = ["weight", "plot", "json"])]
+    #[arg(long, conflicts_with_all = ["weight", "log_probs", "plot", "json"])]
     pub(crate) compare: bool,
     /// Folder of the checkpoints' corpus [default: the one that they were trained on]
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
-    /// Name of the matrix W `[vocab, d]` of a softmax(W h + b) in the file
+    /// Name of the matrix W `[vocab, d]` of a softmax(W h + b), or of a mixture of them, in the file
     #[arg(long, value_name = "KEY", requires = "hidden")]
     pub(crate) weight: Option<String>,
     /// Name of its bias b `[vocab]`
     #[arg(long, value_name = "KEY", requires = "weight")]
     pub(crate) bias: Option<String>,
-    /// Safetensors file with hidden states `hidden` [.., d] and, if known, the next tokens `targets` [..]
+    /// Safetensors file with hidden states `hidden` [.., d], or the contexts of a mixture of softmaxes `contexts`
+    /// [.., K, d] and `log_priors` [.., K] (not needed if K = 1), and, if known, the next tokens `targets` [..]
     #[arg(long, value_name = "FILE", requires = "weight")]
     pub(crate) hidden: Option<PathBuf>,
+    /// Name of log-probabilities `[.., vocab]` in the file
+    #[arg(long, value_name = "KEY", conflicts_with = "weight")]
+    pub(crate) log_probs: Option<String>,
+    /// These are logits, to be normalised with a softmax
+    #[arg(long, requires = "log_probs")]
+    pub(crate) logits: bool,
+    /// Name of the next tokens `[..]` after the positions of --log-probs
+    #[arg(long, value_name = "KEY", requires = "log_probs")]
+    pub(crate) targets: Option<String>,
     /// Take contexts of the test text, not of the validation text
-    #[arg(long, conflicts_with = "weight")]
+    #[arg(long, conflicts_with_all = ["weight", "log_probs"])]
     pub(crate) test: bool,
-    /// Number of contexts, evenly spaced over the text or the hidden states
+    /// Number of contexts, evenly spaced over the text or the rows of the file
     #[arg(long, default_value_t = 2000, value_parser = positive)]
     pub(crate) contexts: usize,
-    /// The dtype of the logits: with f32, singular values below its roundoff do not count
+    /// The dtype of the logits: with f32, or a file of log-probabilities in f32, singular values below its roundoff do
+    /// not count
     #[arg(long, value_enum, default_value = "f64")]
     pub(crate) dtype: Precision,
     /// Upper bound of the memory for the log-probabilities, in MiB

@@ -2,11 +2,10 @@
 
 use crate::args::Args;
 use crate::source::{Source, Text};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use lab::text::{Corpus, END_OF_SENTENCE};
 use lab::Result;
 use mos_head::Distributions;
-use mos_head::OutputLayer;
 
 /// Tokens of a context that are printed, at most.
 const SHOWN: usize = 30;
@@ -16,8 +15,8 @@ const BLOCK: usize = 256;
 pub(crate) fn run(args: &Args, sources: &[Source]) -> Result<()> {
     let [a, b] = sources else { return Err("--compare needs two checkpoints".into()) };
     let (Some(text), Some(other)) = (&a.text, &b.text) else { return Err("--compare needs checkpoints".into()) };
-    if a.head.vocab_size() != b.head.vocab_size() {
-        let [a, b] = [a, b].map(|source| format!("{} has {} token ids", source.name, source.head.vocab_size()));
+    if a.vocab() != b.vocab() {
+        let [a, b] = [a, b].map(|source| format!("{} has {} token ids", source.name, source.vocab()));
         return Err(format!("{a}, but {b}").into());
     }
     if text.corpus.data.digest != other.corpus.data.digest {
@@ -36,7 +35,7 @@ pub(crate) fn run(args: &Args, sources: &[Source]) -> Result<()> {
             println!("{}", context(text, i));
             println!("  target: {} ({:+.2} nats)", word(&text.corpus, target(text, i)), gain(&i).abs());
             for source in [a, b] {
-                let name = if a.kind == b.kind { &source.name } else { source.kind.name() };
+                let name = if a.label() == b.label() { &source.name } else { source.label() };
                 println!("  {name:<8} {}", best(source, &text.corpus, i)?);
             }
             println!();
@@ -51,7 +50,7 @@ fn log_probs(source: &Source) -> Result<Vec<f64>> {
     let mut found = vec![];
     for (i, targets) in targets.chunks(BLOCK).enumerate() {
         let mixture = source.mixture(i * BLOCK, targets.len())?;
-        let targets = Tensor::new(targets, source.hidden.device())?;
+        let targets = Tensor::new(targets, &Device::Cpu)?;
         found.extend(mixture.log_prob(&targets)?.to_dtype(DType::F64)?.to_vec1::<f64>()?);
     }
     Ok(found)
@@ -84,7 +83,7 @@ fn context(text: &Text, i: usize) -> String {
 
 /// Returns the five most probable tokens, with their probabilities.
 fn best(source: &Source, corpus: &Corpus, i: usize) -> Result<String> {
-    let top = source.head.top_k(&source.hidden.narrow(0, i, 1)?, 5.min(corpus.words.len()))?;
+    let top = source.mixture(i, 1)?.top_k(5.min(corpus.words.len()))?;
     let ids = top.token_ids.flatten_all()?.to_vec1::<u32>()?;
     let log_probs = top.log_probs.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
     let pair = |(id, log_prob): (u32, f64)| format!("{} {:.2}", word(corpus, id), log_prob.exp());

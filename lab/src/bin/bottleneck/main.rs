@@ -14,7 +14,14 @@
 //!     cargo run --release -p lab --bin bottleneck -- model.safetensors --weight lm_head.weight --hidden states.safetensors
 //!
 //! The same for one softmax of any model, softmax(W h + b): its matrix W [vocab, d], `--bias` if it has one, and hidden
-//! states [.., d]. Mixtures are read from checkpoints of `language_model` alone.
+//! states `hidden` [.., d]. For a mixture of softmaxes, the second file has `contexts` [.., K, d] and `log_priors`
+//! [.., K] instead (without the latter if K = 1).
+//!
+//!     cargo run --release -p lab --bin bottleneck -- log_probs.safetensors --log-probs log_probs --targets targets
+//!
+//! The same for log-probabilities [.., vocab] of any origin, or, with `--logits`, for logits. They must be in f32 or
+//! f64; those in f32 have the roundoff of f32. The width d of a softmax is not known then, so that the rank is not
+//! compared with d + 2.
 
 mod args;
 mod compare;

@@ -1,5 +1,6 @@
 //! The distribution of the singular values as an SVG file (Yang et al., 2018, figure 1).
 
+use crate::source::Head;
 use crate::spectrum::DECADES;
 use crate::study::Study;
 use lab::plot::COLORS;
@@ -31,9 +32,13 @@ fn curves(path: &Path, studies: &[Study]) -> Result<()> {
         let color = *color;
         let points = study.spectrum.distribution().into_iter().enumerate();
         let points = points.map(|(i, percent)| (i as f64 / 2.0 - f64::from(DECADES), percent));
+        let label = match study.head {
+            Some(Head { kind, width }) => format!("{}, d = {width}, rank {}", kind.name(), study.rank),
+            None => format!("{}, rank {}", study.name, study.rank),
+        };
         chart
             .draw_series(LineSeries::new(points, color.stroke_width(2)))?
-            .label(format!("{}, d = {}, rank {}", study.kind.name(), study.width, study.rank))
+            .label(label)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
     }
     chart

@@ -1,6 +1,7 @@
 //! The results as text and as JSON.
 
 use crate::distributions::Components;
+use crate::source::Head;
 use crate::study::Study;
 use lab::report::{number, table};
 use serde_json::{json, Value};
@@ -13,8 +14,8 @@ pub(crate) fn text(studies: &[Study]) -> String {
     let cells = |study: &Study| {
         vec![
             study.name.clone(),
-            study.kind.name().into(),
-            study.width.to_string(),
+            study.head.map_or("-", |head| head.kind.name()).into(),
+            study.head.map_or("-".into(), |head| head.width.to_string()),
             study.vocab.to_string(),
             study.contexts.to_string(),
             study.rank.to_string(),
@@ -37,7 +38,8 @@ pub(crate) fn text(studies: &[Study]) -> String {
 
 fn low_rank(study: &Study) -> String {
     let cells = |&(rank, perplexity): &(usize, f64)| {
-        let note = if rank == study.width + 2 { "what a softmax of this width can have" } else { "" };
+        let is_bound = study.head.is_some_and(|head| rank == head.width + 2);
+        let note = if is_bound { "what a softmax of this width can have" } else { "" };
         vec![rank.to_string(), format!("{perplexity:.2}"), note.to_owned()]
     };
     let rows: Vec<_> = study.low_rank.iter().map(cells).collect();
@@ -46,8 +48,11 @@ fn low_rank(study: &Study) -> String {
 }
 
 fn verdict(study: &Study) -> String {
-    let Study { name, rank, width, contexts, vocab, .. } = study;
+    let Study { name, rank, contexts, vocab, .. } = study;
     let most = contexts.min(vocab);
+    let Some(Head { width, .. }) = study.head else {
+        return format!("{name}: rank {rank} of {most}. A softmax of width d has at most d + 2.");
+    };
     if *rank <= width + 2 {
         return format!("{name}: rank {rank} of {most}, within the {} of a softmax of width {width}.", width + 2);
     }
@@ -69,8 +74,8 @@ pub(crate) fn json(studies: &[Study]) -> Value {
             .collect();
         json!({
             "model": study.name,
-            "head": study.kind.name(),
-            "context": study.width,
+            "head": study.head.map(|head| head.kind.name()),
+            "context": study.head.map(|head| head.width),
             "vocab": study.vocab,
             "contexts": study.contexts,
             "rank": study.rank,

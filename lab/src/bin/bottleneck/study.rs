@@ -3,17 +3,15 @@
 use crate::args::Args;
 use crate::distributions::{Components, PairwiseDivergence};
 use crate::low_rank::LowRank;
-use crate::source::Source;
+use crate::source::{Head, Source};
 use crate::spectrum::{Rows, Spectrum};
-use candle_core::{DType, Tensor, D};
-use lab::head::HeadKind;
+use candle_core::{DType, Tensor};
 use lab::{progress, Result};
-use mos_head::{Distributions, Mixture, OutputLayer};
 
 pub(crate) struct Study {
     pub(crate) name: String,
-    pub(crate) kind: HeadKind,
-    pub(crate) width: usize,
+    /// The head, if it is known.
+    pub(crate) head: Option<Head>,
     pub(crate) vocab: usize,
     pub(crate) contexts: usize,
     pub(crate) spectrum: Spectrum,
@@ -33,20 +31,17 @@ pub(crate) struct Study {
 const BLOCK: usize = 64;
 
 pub(crate) fn study(source: &Source, args: &Args) -> Result<Study> {
-    let (contexts, vocab) = (source.contexts(), source.head.vocab_size());
+    let (contexts, vocab) = (source.contexts(), source.vocab());
     check_memory(contexts, vocab, args.memory)?;
-    let components = source.prior_weight.as_ref().map(|weight| weight.dim(0)).transpose()?;
     let mut rows = Rows::new(vocab);
     let mut divergence = PairwiseDivergence::new(vocab);
-    let mut priors = components.map(Components::new);
-    let mut posteriors = components.filter(|_| source.kind == HeadKind::Mos).map(Components::new);
+    let (mut priors, mut posteriors) = (None, None);
     let mut nll = 0.0;
 
-    let bar = progress::bar(contexts, format!("{} log-probabilities", source.kind.name()));
+    let bar = progress::bar(contexts, format!("{} log-probabilities", source.label()));
     for start in (0..contexts).step_by(BLOCK) {
         let count = BLOCK.min(contexts - start);
-        let mixture = source.mixture(start, count)?;
-        let log_probs = values(&mixture.log_probs()?)?;
+        let log_probs = values(&source.log_probs(start, count)?)?;
         for row in log_probs.chunks_exact(vocab) {
             divergence.push(row);
         }
@@ -55,24 +50,19 @@ pub(crate) fn study(source: &Source, args: &Args) -> Result<Study> {
         for (row, &target) in log_probs.chunks_exact(vocab).zip(targets.into_iter().flatten()) {
             nll -= row[target as usize];
         }
-        if let (Some(priors), Some(weight)) = (&mut priors, &source.prior_weight) {
-            let hidden = source.hidden.narrow(0, start, count)?;
-            let log_priors = candle_nn::ops::log_softmax(&hidden.matmul(&weight.t()?)?, D::Minus1)?;
-            values(&log_priors)?.chunks_exact(weight.dim(0)?).for_each(|row| priors.push(row));
-        }
-        if let (Some(posteriors), Some(targets)) = (&mut posteriors, targets) {
-            let log_posteriors = log_posteriors(&mixture, source, targets)?;
-            values(&log_posteriors)?.chunks_exact(log_posteriors.dim(1)?).for_each(|row| posteriors.push(row));
+        push(&mut priors, source.log_priors(start, count)?)?;
+        if let Some(targets) = targets {
+            push(&mut posteriors, source.log_posteriors(start, targets)?)?;
         }
         bar.inc(count as u64);
     }
     bar.finish_and_clear();
 
-    let bar = progress::bar(1, format!("{} singular values of {contexts} x {vocab}", source.kind.name()));
+    let bar = progress::bar(1, format!("{} singular values of {contexts} x {vocab}", source.label()));
     bar.tick();
     let spectrum = rows.spectrum()?;
     bar.finish_and_clear();
-    let epsilon = args.dtype.epsilon();
+    let epsilon = source.epsilon;
     let rank = spectrum.rank(epsilon);
     let low_rank = match &source.targets {
         Some(targets) => low_rank(source, &spectrum, rank, targets)?,
@@ -80,8 +70,7 @@ pub(crate) fn study(source: &Source, args: &Args) -> Result<Study> {
     };
     Ok(Study {
         name: source.name.clone(),
-        kind: source.kind,
-        width: source.weight.dim(1)?,
+        head: source.head,
         vocab,
         contexts,
         tolerance: spectrum.tolerance(epsilon),
@@ -89,7 +78,7 @@ pub(crate) fn study(source: &Source, args: &Args) -> Result<Study> {
         spectrum,
         divergence: divergence.mean(),
         priors,
-        posteriors: posteriors.filter(|_| source.targets.is_some()),
+        posteriors,
         perplexity: source.targets.as_ref().map(|_| (nll / contexts as f64).exp()),
         low_rank,
     })
@@ -109,32 +98,31 @@ fn check_memory(contexts: usize, vocab: usize, mib: usize) -> Result<()> {
     .into())
 }
 
-/// Returns the responsibilities of the components for the targets, `log r_k`, [contexts, K].
-fn log_posteriors(mixture: &Mixture, source: &Source, targets: &[u32]) -> Result<Tensor> {
-    let (contexts, log_priors) = (mixture.contexts()?, mixture.log_priors()?);
-    let targets = Tensor::new(targets, log_priors.device())?;
-    let component = |k| {
-        let alone = Mixture::new(&contexts.narrow(1, k, 1)?, None, &source.weight, source.bias.as_ref())?;
-        Ok((alone.log_prob(&targets)? + log_priors.narrow(1, k, 1)?.squeeze(1)?)?)
-    };
-    let joint = (0..log_priors.dim(1)?).map(component).collect::<Result<Vec<_>>>()?;
-    Ok(candle_nn::ops::log_softmax(&Tensor::stack(&joint, 1)?, D::Minus1)?)
+/// Adds the log-weights [contexts, K] of some contexts, if there are components.
+fn push(components: &mut Option<Components>, log_weights: Option<Tensor>) -> Result<()> {
+    if let Some(log_weights) = log_weights {
+        let count = log_weights.dim(1)?;
+        let components = components.get_or_insert_with(|| Components::new(count));
+        values(&log_weights)?.chunks_exact(count).for_each(|row| components.push(row));
+    }
+    Ok(())
 }
 
-/// Computes perplexities at powers of two, and at the highest rank that a softmax of this width can have: its width,
-/// the normaliser and the bias.
+/// Computes perplexities at powers of two, and at the highest rank that a softmax of this width, if it is known, can
+/// have: its width, the normaliser and the bias.
 fn low_rank(source: &Source, spectrum: &Spectrum, rank: usize, targets: &[u32]) -> Result<Vec<(usize, f64)>> {
     let mut ranks: Vec<usize> = (0..).map(|i| 1 << i).take_while(|&r| r < rank).collect();
-    ranks.extend([source.weight.dim(1)? + 2, rank]);
+    ranks.extend(source.head.map(|head| head.width + 2));
+    ranks.push(rank);
     ranks.retain(|&r| r <= rank);
     ranks.sort_unstable();
     ranks.dedup();
-    let (contexts, vocab) = (source.contexts(), source.head.vocab_size());
+    let (contexts, vocab) = (source.contexts(), source.vocab());
     let mut low_rank = LowRank::new(spectrum, ranks);
-    let bar = progress::bar(contexts, format!("{} of lower rank", source.kind.name()));
+    let bar = progress::bar(contexts, format!("{} of lower rank", source.label()));
     for start in (0..contexts).step_by(BLOCK) {
         let count = BLOCK.min(contexts - start);
-        let log_probs = values(&source.mixture(start, count)?.log_probs()?)?;
+        let log_probs = values(&source.log_probs(start, count)?)?;
         debug_assert_eq!(log_probs.len(), count * vocab);
         low_rank.push(&log_probs, &targets[start..start + count]);
         bar.inc(count as u64);
@@ -150,10 +138,10 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::{self, tests::args, tests::saved, tests::temporary};
+    use crate::source::{self, tests::args, tests::file, tests::saved};
     use candle_core::{DType, Device};
+    use lab::head::HeadKind;
     use lab::language::Teacher;
-    use std::collections::HashMap;
     use std::path::{Path, PathBuf};
 
     fn study_of(args: &Args) -> Result<Study> {
@@ -168,7 +156,7 @@ mod tests {
             std::fs::remove_file(path).expect("was just written");
 
             let width = if kind == HeadKind::Softmax { 6 } else { 5 };
-            assert_eq!((found.width, found.contexts, found.vocab), (width, 300, 512));
+            assert_eq!((found.head.expect("known").width, found.contexts, found.vocab), (width, 300, 512));
             // A decoder's bias starts as zero, and adds no rank.
             let expected = width + 1;
             assert!(
@@ -188,16 +176,10 @@ mod tests {
     /// Writes hidden states of this width, and a matrix and a bias, as two files.
     fn files(name: &str, width: usize, states: usize) -> [PathBuf; 2] {
         let random = |shape: &[usize]| Tensor::randn(0f32, 1.0, shape, &Device::Cpu).expect("draws");
-        let save = |name: String, tensors: Vec<(&str, Tensor)>| {
-            let path = temporary(&name);
-            let tensors: HashMap<_, _> = tensors.into_iter().collect();
-            candle_core::safetensors::save(&tensors, &path).expect("writes");
-            path
-        };
-        let head = vec![("lm_head.weight", random(&[40, 7])), ("lm_head.bias", random(&[40]))];
         let targets = Tensor::arange(0u32, states as u32, &Device::Cpu).expect("counts");
-        let hidden = vec![("hidden", random(&[states, width])), ("targets", targets)];
-        [save(format!("{name}_head"), head), save(format!("{name}_states"), hidden)]
+        let head = [("lm_head.weight", &random(&[40, 7])), ("lm_head.bias", &random(&[40]))];
+        let hidden = [("hidden", &random(&[states, width])), ("targets", &targets)];
+        [file(&format!("{name}_head"), &head), file(&format!("{name}_states"), &hidden)]
     }
 
     fn study_of_files([head, states]: &[PathBuf; 2], key: &str, more: &[&str]) -> Result<Study> {

@@ -77,10 +77,11 @@ impl Problem {
     }
 }
 
-/// The options with a budget for one position.
+/// The options with a budget for few positions.
 pub fn in_chunks(mixture: &Mixture, options: &LossOptions) -> Result<LossOptions> {
     match mixture.plan(&options.clone().with_workspace_bytes(1)) {
-        Err(Error::Workspace { least, .. }) => Ok(options.clone().with_workspace_bytes(least)),
+        // The loss of a shard may need more than that of its rows alone.
+        Err(Error::Workspace { least, .. }) => Ok(options.clone().with_workspace_bytes(least + least / 2)),
         other => panic!("{other:?}"),
     }
 }

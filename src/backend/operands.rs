@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, TensorId};
 
 use crate::backend::collectives::Numbers;
 use crate::backend::weight::Weight;
@@ -16,7 +16,7 @@ use crate::tensors::id_lists::matrix_rows;
 /// # Examples
 ///
 /// ```
-/// use candle_core::{DType, Device, Tensor};
+/// use candle_core::{DType, Device, Tensor, TensorId};
 /// use mos_head::{LossOptions, OutputLayer, Precision, SoftmaxHead};
 ///
 /// # fn main() -> mos_head::Result<()> {
@@ -71,6 +71,9 @@ pub(crate) struct Operands {
     pub(crate) sizes: Sizes,
     /// `[positions, K, context_dim]`.
     pub(crate) contexts: Tensor,
+    /// A tensor with the elements of the contexts of this id in another shape, which gets their gradient: candle adds the
+    /// gradient of each tensor in between to zeros.
+    pub(crate) source: Option<(TensorId, Tensor)>,
     /// `[positions, K]`, in the accumulation dtype.
     pub(crate) log_priors: Option<Tensor>,
     /// `[vocab, d]`. A sampled softmax appends a row for each target outside its vocabulary
@@ -91,11 +94,20 @@ impl Operands {
         self.contexts.device()
     }
 
+    /// Returns the tensor that gets the gradient of the contexts.
+    pub(crate) fn contexts_source(&self) -> &Tensor {
+        match &self.source {
+            Some((contexts, source)) if *contexts == self.contexts.id() => source,
+            _ => &self.contexts,
+        }
+    }
+
     /// Detaches the operands from the graph.
     pub(crate) fn detach(&self) -> Self {
         let detached = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::detach);
         Operands {
             contexts: self.contexts.detach(),
+            source: None,
             log_priors: detached(&self.log_priors),
             weight: self.weight.detach(),
             adapter: detached(&self.adapter),

@@ -87,7 +87,7 @@ impl QuantisedMatrix {
         let [rows, columns] = self.dims;
         let bytes = self.bytes()?;
         let row_bytes = bytes.len() / rows;
-        // Candle asks for bytes at an address that a number of four bytes may have.
+        // candle takes bytes that are aligned as numbers of four bytes.
         let mut selected: Vec<u8> = Vec::with_capacity(ids.len() * row_bytes + size_of::<f32>());
         let first = selected.as_ptr().align_offset(align_of::<f32>());
         selected.resize(first, 0);

@@ -331,12 +331,28 @@ impl Decoder {
     ///
     /// The errors of [`Mixture::new`].
     pub fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
+        self.mixture_from(contexts, log_priors, None)
+    }
+
+    /// Makes the mixture of these contexts, which may have the elements of a `source` in another shape: it gets their
+    /// gradient.
+    pub(crate) fn mixture_from(
+        &self,
+        contexts: &Tensor,
+        log_priors: Option<&Tensor>,
+        source: Option<&Tensor>,
+    ) -> Result<Mixture> {
         let bias = self.bias.as_ref();
         let mixture = match &self.rows {
             WeightRows::Quantised(matrix) => quantised::mixture(contexts, log_priors, matrix, bias)?,
             _ => Mixture::new(contexts, log_priors, &self.weight()?, bias)?,
         };
         let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
+        let mixture = match source {
+            // Contexts that are widened are another tensor.
+            Some(source) if source.dtype() == mixture.operands().contexts.dtype() => mixture.with_source(source),
+            _ => mixture,
+        };
         match &self.adapter {
             Some(adapter) => {
                 let adapter = adapter.converted(mixture.operands().contexts.dtype())?;
@@ -346,12 +362,14 @@ impl Decoder {
         }
     }
 
-    /// Computes the loss of the mixture of these contexts, which are masked at ignored positions. If rows are computed
+    /// Computes the loss of the mixture of these contexts, which are masked at ignored positions, and may have a `source` as in
+    /// [`Decoder::mixture_from`]. If rows are computed
     /// from spellings, a sampled loss computes only the rows of its sample and of the targets.
     pub(crate) fn request_loss(
         &self,
         contexts: &Tensor,
         log_priors: Option<&Tensor>,
+        source: Option<&Tensor>,
         request: &Request,
     ) -> Result<Loss> {
         if let (WeightRows::Computed(cnn), Some(loss)) = (&self.rows, request.options.sampled_step()) {
@@ -364,7 +382,7 @@ impl Decoder {
                 return decoder.mixture(contexts, log_priors)?.loss_over_sample(&sample, request);
             }
         }
-        self.mixture(contexts, log_priors)?.loss_from_request(request)
+        self.mixture_from(contexts, log_priors, source)?.loss_from_request(request)
     }
 
     /// Returns the decoder whose vocabulary is these ids `[n]`, to which these rows belong.

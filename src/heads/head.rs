@@ -295,7 +295,8 @@ impl<P: Projection> RequestLayer for Head<P> {
         let is_masked = self.projection.has_parameters() || request.needs_mask();
         let hidden = if is_masked { request.positions.mask(hidden)? } else { hidden.clone() };
         let (contexts, log_priors) = self.projection.forward(&hidden, request.options.dropout)?;
-        self.decoder.request_loss(&contexts, log_priors.as_ref(), request)
+        let source = Some(&hidden).filter(|_| self.projection.is_identity());
+        self.decoder.request_loss(&contexts, log_priors.as_ref(), source, request)
     }
 }
 
@@ -307,7 +308,8 @@ impl<P: Projection> MixtureLayer for Head<P> {
     fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
         self.check_hidden(hidden)?;
         let (contexts, log_priors) = self.projection.forward(hidden, dropout)?;
-        self.decoder.mixture(&contexts, log_priors.as_ref())
+        let source = Some(hidden).filter(|_| self.projection.is_identity());
+        self.decoder.mixture_from(&contexts, log_priors.as_ref(), source)
     }
 
     fn frozen_mixture(&self) -> Result<Box<dyn MixtureLayer + '_>> {

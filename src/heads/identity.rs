@@ -196,6 +196,10 @@ impl Projection for Identity {
     fn has_parameters(&self) -> bool {
         false
     }
+
+    fn is_identity(&self) -> bool {
+        true
+    }
 }
 
 impl Configured for Identity {

@@ -89,6 +89,12 @@ pub trait Projection: Debug + Send + Sync {
         true
     }
 
+    /// Returns whether the one context is the hidden state itself, which then gets the context's gradient directly.
+    #[doc(hidden)]
+    fn is_identity(&self) -> bool {
+        false
+    }
+
     /// Computes, for ancestral sampling, the contexts `[.., 1, d]` of one component at each position, which `sampler`
     /// draws from the priors. It returns `None`, the default, if drawing first saves nothing; then all contexts are
     /// computed.

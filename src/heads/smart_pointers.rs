@@ -79,6 +79,7 @@ delegate_to_pointee! {
         fn components() -> usize;
         fn forward(hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)>;
         fn has_parameters() -> bool;
+        fn is_identity() -> bool;
         fn draw(hidden: &Tensor, sampler: &mut Sampler) -> Result<Option<Tensor>>;
         fn frozen() -> Result<Box<dyn Projection + '_>>;
     }

@@ -142,6 +142,7 @@ impl Mixture {
                     3 => contexts.contiguous()?,
                     _ => contexts.reshape((positions, components, context_dim))?.contiguous()?,
                 },
+                source: None,
                 log_priors,
                 weight,
                 adapter: None,
@@ -212,6 +213,12 @@ impl Mixture {
         check_logits(logit_scale, softcap)?;
         (self.operands.logit_scale, self.operands.softcap) = (logit_scale, softcap);
         Ok(self)
+    }
+
+    /// Lets another tensor, which has the elements of the contexts in another shape, get their gradient.
+    pub(crate) fn with_source(mut self, source: &Tensor) -> Self {
+        self.operands.source = Some((self.operands.contexts.id(), source.clone()));
+        self
     }
 
     /// Adds an adapter `[vocab, r]` to the decoder, as columns to the right of its weight. `adapter_contexts` makes the

@@ -103,16 +103,16 @@ fn attach_mixture(value: Tensor, planned: Planned, gradients: Box<MixtureGradien
     ];
     let trained_dtypes = trained.map(|operand| operand.map(Tensor::dtype));
     let (joined, joined_gradients) = join("operands of the mixture", trained, contexts)?;
-    let contexts = contexts.clone();
+    let source = operands.contexts_source().clone();
     let weight = match weight {
         Weight::Dense(weight) => Some(weight.clone()),
         // Quantised rows are no operand of the graph.
         Weight::Quantised(_) => None,
     };
-    let (dtype, weight_dtype) = (contexts.dtype(), weight.as_ref().map(Tensor::dtype));
+    let (shape, dtype, weight_dtype) = (source.shape().clone(), source.dtype(), weight.as_ref().map(Tensor::dtype));
     // The operands are detached, because the node must not keep their graph alive.
     let planned = planned.detach();
-    let graph_operands = [Some(&contexts), joined.as_ref(), weight.as_ref()];
+    let graph_operands = [Some(&source), joined.as_ref(), weight.as_ref()];
     attach("mixture", value, graph_operands, move |_, value, upstream| {
         let gradients = gradients(&planned, value, upstream)?;
         // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before, too): a
@@ -131,7 +131,9 @@ fn attach_mixture(value: Tensor, planned: Planned, gradients: Box<MixtureGradien
             round(gradients.adapter, adapter)?,
             round(gradients.bias, bias)?,
         ]);
-        Ok([round(gradients.contexts, Some(dtype))?, joined_gradient, round(gradients.weight, weight_dtype)?])
+        let contexts_gradient =
+            round(gradients.contexts, Some(dtype))?.map(|gradient| gradient.reshape(&shape)).transpose()?;
+        Ok([contexts_gradient, joined_gradient, round(gradients.weight, weight_dtype)?])
     })
 }
 

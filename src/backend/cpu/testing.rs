@@ -95,6 +95,7 @@ impl Case {
         let operands = Operands {
             sizes: self.sizes,
             contexts,
+            source: None,
             log_priors: Some(log_priors),
             weight: Weight::Dense(weight),
             adapter,

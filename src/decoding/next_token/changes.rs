@@ -22,7 +22,7 @@ impl Constraints {
         history: &History,
         early: &[u32],
     ) -> Option<Vec<f64>> {
-        let occurrences = history.occurrences(self.penalty_window);
+        let occurrences = history.occurrences(self.penalty_window.filter(|_| self.has_penalty()));
         // Ids outside the vocabulary have no logit.
         let penalised = || occurrences.iter().filter_map(|(&id, &n)| entries.entry(id).map(|entry| (entry, n)));
         let is_penalised = self.has_penalty() && penalised().next().is_some();

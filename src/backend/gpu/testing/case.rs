@@ -64,6 +64,7 @@ impl Case {
         Operands {
             sizes: self.sizes,
             contexts: rounded(random(2, &[positions, components, context_dim], 1.0)),
+            source: None,
             log_priors: Some(log_priors.to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             weight: Weight::Dense(if !self.transposed {
                 rounded(random(3, &[rows, d], self.scale))

@@ -187,6 +187,19 @@ on_each_device! {
         Ok(())
     }
 
+    /// The ends that come too early are the most probable ids, and as many as there are more ids than the beam is wide.
+    fn early_ends_leave_room_for_other_ids(device: &Device) -> Result<()> {
+        let head = SoftmaxHead::from_tensors(Tensor::new(&[[9f32], [8.], [7.], [1.], [0.]], device)?, None)?;
+        for width in [1, 2] {
+            let search = BeamSearch::new(0).with_ends(&[0, 1, 2]).with_min_length(3).with_width(width);
+            let found = search.run(&head, &Tensor::new(&[4u32], device)?, |tokens, _| -> Result<Tensor> {
+                Ok(Tensor::ones((tokens.dim(0)?, 1), DType::F32, device)?)
+            })?;
+            assert_eq!((&found[0][0].token_ids[..], found[0][0].end), (&[3, 3][..], Some(0)));
+        }
+        Ok(())
+    }
+
     fn impossible_ids_are_never_found(device: &Device) -> Result<()> {
         // Only id 2 is possible, and it is not the end.
         let weight = Tensor::new(&[[f32::NEG_INFINITY], [f32::NEG_INFINITY], [1.0], [f32::NEG_INFINITY]], device)?;

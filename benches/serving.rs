@@ -113,11 +113,13 @@ fn shape(name: &str, (vocab, d, components): (usize, usize, usize), seconds: f64
         }
     }
     let times = turns(ways.len(), seconds, |i| ways[i].1())?;
-    let (of_read, of_sample) = (median(&times[0]), median(&times[1]));
+    let (read_time, sample_time) = (median(&times[0]), median(&times[1]));
     for ((way, _), times) in ways.iter().zip(&times) {
         let (least, median) = (times[0], median(times));
-        let (of_read, of_sample) = (median / of_read, median / of_sample);
-        println!("{name}-{way:<15} least {least:8.3} ms, median {median:8.3} ms, {of_read:5.2} x read, {of_sample:5.2} x sample");
+        let (reads, samples) = (median / read_time, median / sample_time);
+        println!(
+            "{name}-{way:<15} least {least:8.3} ms, median {median:8.3} ms, {reads:5.2} x read, {samples:5.2} x sample"
+        );
     }
     Ok(())
 }

@@ -165,8 +165,8 @@ on_each_device! {
                         head.log_probs(parameters.hidden())?,
                         head.frozen()?.top_k(parameters.hidden(), 5)?.log_probs,
                     ];
-                    let of_adapter = [adapter.a(), adapter.b()].map(|factor| gradients.get(factor).cloned());
-                    Ok::<_, Error>((found.map(|tensor| numbers(&tensor)), of_adapter.map(|found| found.expect("a gradient"))))
+                    let adapter_gradients = [adapter.a(), adapter.b()].map(|factor| gradients.get(factor).cloned());
+                    Ok::<_, Error>((found.map(|tensor| numbers(&tensor)), adapter_gradients.map(|found| found.expect("a gradient"))))
                 };
                 let half = parameters.adapter()?;
                 for name in ["a", "b"] {
@@ -174,9 +174,9 @@ on_each_device! {
                     parameters.tensors.insert(name, Var::from_tensor(&wide)?.into_inner());
                 }
                 let (found, gradients) = results(&parameters, &parameters.adapter()?)?;
-                let (expected, of_half) = results(&parameters, &half)?;
+                let (expected, half_gradients) = results(&parameters, &half)?;
                 assert_eq!(found, expected);
-                for (found, expected) in gradients.iter().zip(&of_half) {
+                for (found, expected) in gradients.iter().zip(&half_gradients) {
                     assert_eq!(found.dtype(), DType::F32);
                     assert_eq!(numbers(found), numbers(expected));
                 }

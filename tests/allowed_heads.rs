@@ -346,13 +346,13 @@ fn results(head: &dyn OutputLayer, hidden: &Tensor) -> Result<Vec<u64>> {
     let request =
         TokenRequest::new(Sampling::new().with_top_p(0.9), 5)?.with_best(3).with_entropy(true).with_rank(true);
     let tokens = head.next_tokens(&hidden, &vec![&request; positions])?;
-    let of_token = |token: &NextToken| {
+    let token_numbers = |token: &NextToken| {
         let best = token.best.iter().flat_map(|&(id, log_p)| [f64::from(id), log_p]);
         let rank = token.rank.expect("asked for") as f64;
         let numbers = [f64::from(token.token_id), token.log_prob, token.sampled_log_prob, rank];
         best.chain(numbers).chain(token.entropy).collect::<Vec<_>>()
     };
-    let mut found: Vec<f64> = tokens.iter().flat_map(of_token).collect();
+    let mut found: Vec<f64> = tokens.iter().flat_map(token_numbers).collect();
     let top = head.top_k(&hidden, 4)?;
     for tensor in [
         &loss.value,

@@ -703,7 +703,7 @@ fn the_number_of_threads_changes_no_bit() -> Result<()> {
 fn words_are_a_mask() -> Result<()> {
     for vocab in [1usize, 31, 32, 33, 100] {
         let mask: Vec<u8> = (0..vocab).map(|id| u8::from(id * 7 % 5 < 2)).collect();
-        // Bits beyond the vocabulary count for nothing.
+        // Bits beyond the vocabulary are ignored.
         let mut words = vec![0u32; vocab.div_ceil(32)];
         (vocab..words.len() * 32).for_each(|bit| words[bit / 32] |= 1 << (bit % 32));
         mask.iter().enumerate().for_each(|(id, &bit)| words[id / 32] |= u32::from(bit) << (id % 32));

@@ -60,20 +60,17 @@ pub(super) struct FrozenRows(Arc<OnceLock<GatheredRows>>);
 /// rows, they belong to these ids.
 pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32], frozen: Option<&FrozenRows>) -> Result<Mixture> {
     let weight = &mixture.operands().weight;
-    match frozen {
-        // A layer may have another weight at each call, or a variable.
-        Some(FrozenRows(rows)) if !weight.track_op() => {
-            if rows.get().is_none() {
-                // Another thread may have gathered the same rows meanwhile.
-                let _ = rows.set(GatheredRows::new(&mixture.detach(), ids)?);
-            }
-            match rows.get().filter(|rows| rows.whole.is_same(weight)) {
-                Some(rows) => Ok(rows.softmax(mixture)),
-                None => Ok(GatheredRows::new(mixture, ids)?.softmax(mixture)),
-            }
+    // A layer may have another weight at each call, or a variable.
+    if let Some(FrozenRows(rows)) = frozen.filter(|_| !weight.track_op()) {
+        if rows.get().is_none() {
+            // Another thread may have gathered the same rows meanwhile.
+            let _ = rows.set(GatheredRows::new(&mixture.detach(), ids)?);
         }
-        _ => Ok(GatheredRows::new(mixture, ids)?.softmax(mixture)),
+        if let Some(rows) = rows.get().filter(|rows| rows.whole.is_same(weight)) {
+            return Ok(rows.softmax(mixture));
+        }
     }
+    Ok(GatheredRows::new(mixture, ids)?.softmax(mixture))
 }
 
 /// Gathers the rows of a matrix that belong to `ids`, as a node whose backward pass scatters their gradients into

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_mask, check_vocab};
-use crate::tensors::id_lists::{sorted_unique, IdLists, Restriction};
+use crate::tensors::id_lists::{has_bit, sorted_unique, IdLists, Restriction};
 
 /// The token ids that are allowed at each position: one set for all positions, such as a grammar's, or a list for each
 /// position, such as the ids that a sampler's truncation left. [`Mixture::restricted`](crate::Mixture::restricted) and
@@ -109,8 +109,7 @@ impl AllowedIds {
     pub fn from_words(words: &[u32], vocab_size: usize) -> Result<Self> {
         check_vocab(vocab_size)?;
         check_mask("words", words, vocab_size)?;
-        let is_set = |id: &u32| words[*id as usize / 32] >> (id % 32) & 1 == 1;
-        let ids = (0..vocab_size as u32).filter(is_set).collect();
+        let ids = (0..vocab_size as u32).filter(|&id| has_bit(words, id)).collect();
         Ok(Self::from_sets(Sets::Shared { ids, mask_len: Some(vocab_size) }))
     }
 

@@ -154,7 +154,7 @@ impl Truncation {
     /// Finds the last id that top-p and min-p leave of these logits from a histogram of masses. There must be no top-k.
     fn from_histogram(z: &[f64], sampling: &Sampling) -> Self {
         let histogram = Histogram::new(z, sampling.temperature);
-        let Histogram { largest, temperature, masses } = &histogram;
+        let Histogram { largest, temperature, ref masses } = histogram;
         let wanted = sampling.top_p * masses.iter().sum::<f64>();
         let least = if sampling.min_p > 0.0 { sampling.min_p.ln() } else { f64::NEG_INFINITY };
 
@@ -169,7 +169,6 @@ impl Truncation {
         let mut ids = histogram.ids_in(end, z);
         ids.sort_unstable_by(ranking::order);
         // If no id of this interval is left, those above its upper end are.
-        let (largest, temperature) = (*largest, *temperature);
         let upper_end = largest - (end as f64 - 0.5) / INTERVALS_PER_UNIT * temperature;
         let relative = |z: f64| (z - largest) / temperature;
         let mut truncation = Truncation { last: (upper_end, u32::MAX), largest, temperature, mass, ranked: None };

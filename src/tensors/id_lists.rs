@@ -6,6 +6,11 @@ use candle_core::Tensor;
 use super::transfer::accurate_dtype;
 use crate::error::Result;
 
+/// Returns whether a mask has the bit of an id: bit `id % 32` of word `id / 32`.
+pub(crate) fn has_bit(words: &[u32], id: u32) -> bool {
+    words[id as usize / 32] >> (id % 32) & 1 == 1
+}
+
 /// A list of token ids for each position, in ascending order without repeats.
 #[derive(Clone, Debug)]
 pub(crate) struct IdLists {

@@ -1,5 +1,7 @@
 //! The logits that a request's token id is drawn from.
 
+use crate::tensors::id_lists::has_bit;
+
 /// The numbers of a position's ids: of all ids, or of some of them, which ascend.
 #[derive(Clone, Copy)]
 pub(crate) struct Entries<'a> {
@@ -47,8 +49,8 @@ impl<'a> Entries<'a> {
                 }
             }
             Some(ids) => {
-                let is_set = |id: u32| words[id as usize / 32] >> (id % 32) & 1 == 1;
-                ids.iter().zip(z).filter(|(&id, _)| !is_set(id)).for_each(|(_, z)| *z = f64::NEG_INFINITY);
+                let outside = ids.iter().zip(z).filter(|(&id, _)| !has_bit(words, id));
+                outside.for_each(|(_, z)| *z = f64::NEG_INFINITY);
             }
         }
     }

@@ -265,7 +265,13 @@ fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
             for teacher in
                 [Teacher::from_log_probs(&log_teacher), Teacher::from_top_k(&token_ids, &of_ids, MissingIds::Tail)]
             {
-                for divergence in [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.3)] {
+                for divergence in [
+                    Divergence::ForwardKl,
+                    Divergence::ReverseKl,
+                    Divergence::JensenShannon(0.3),
+                    Divergence::NegLogAcceptance,
+                    Divergence::LkHybrid(3.0),
+                ] {
                     let options = DistillOptions::new(divergence).with_position_weights(weights.clone());
                     let loss = restricted.distill(&hidden, &teacher, &options)?;
                     let expected =

@@ -11,18 +11,25 @@ use common::check::{assert_near, central_differences, gradients};
 use common::composed::log_softmax;
 use common::given::{places, Given};
 use common::problem::Problem;
-use common::values::{self, numbers, uniform};
+use common::values::{self, numbers, uniform, Numbers};
 use common::{dtypes, on_each_device};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::score::ChunkTerms;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
 use mos_head::{
-    Distributions, DropoutMasks, Error, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer,
-    Reduction, Result, SoftmaxHead,
+    Distributions, DropoutMasks, Error, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes,
+    OutputLayer, Reduction, Result, SoftmaxHead,
 };
 
-const DIVERGENCES: [Divergence; 4] =
-    [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.5), Divergence::JensenShannon(0.1)];
+const DIVERGENCES: [Divergence; 7] = [
+    Divergence::ForwardKl,
+    Divergence::ReverseKl,
+    Divergence::JensenShannon(0.5),
+    Divergence::JensenShannon(0.1),
+    Divergence::TotalVariation,
+    Divergence::NegLogAcceptance,
+    Divergence::LkHybrid(3.0),
+];
 const MISSING: [MissingIds; 3] = [MissingIds::Zero, MissingIds::Renormalized, MissingIds::Tail];
 
 /// How the student knows the teacher.
@@ -151,6 +158,14 @@ impl Distill {
                 let log_m = ((&t * beta)? + (&q * (1.0 - beta))?)?.log()?;
                 let of_teacher = weighted(&t, &(&log_t - &log_m)?)?;
                 ((of_teacher * beta)? + (weighted(&q, &(&log_q - &log_m)?)? * (1.0 - beta))?)?
+            }
+            Divergence::TotalVariation => (&t - &q)?.relu()?.sum(D::Minus1)?,
+            Divergence::NegLogAcceptance => t.minimum(&q)?.sum(D::Minus1)?.log()?.neg()?,
+            Divergence::LkHybrid(eta) => {
+                let lambda = (t.minimum(&q)?.sum(D::Minus1)?.detach() * -eta)?.exp()?;
+                let variation = (&t - &q)?.relu()?.sum(D::Minus1)?;
+                let kl = weighted(&t, &(&log_t - &log_q)?)?;
+                ((&lambda * kl)? + ((1.0 - &lambda)? * variation)?)?
             }
             _ => unreachable!("no other divergence"),
         };
@@ -424,7 +439,9 @@ fn a_tail_without_mass_stays_exact() -> Result<()> {
 
 #[test]
 fn gradients_equal_central_differences() -> Result<()> {
-    for divergence in DIVERGENCES {
+    // The weight of the hybrid has no gradient.
+    let differentiable = |divergence: &Divergence| !matches!(divergence, Divergence::LkHybrid(_));
+    for divergence in DIVERGENCES.into_iter().filter(differentiable) {
         for kind in [Kind::Mixture, Kind::List(4, MissingIds::Tail)] {
             let case = Distill { hard_weight: 0.25, ..Distill::new(3, 2, 11, kind, divergence) };
             let teacher = case.teacher(&Device::Cpu, DType::F64)?;
@@ -569,6 +586,62 @@ fn an_id_outside_the_vocabulary_is_named_by_its_place_in_the_list() -> Result<()
             let error = head.distill(hidden, &teacher, &options).unwrap_err().to_string();
             assert_eq!(error, "token_ids of the teacher: 10 at position 7 is not in 0..10, the vocabulary");
         }
+    }
+    Ok(())
+}
+
+/// A teacher that is certain of each target: the negative logarithm of the acceptance is the cross-entropy.
+#[test]
+fn the_acceptance_of_a_certain_teacher_is_the_probability_of_its_id() -> Result<()> {
+    let (student, _, contexts) = pair(3)?;
+    let ids = Tensor::new(&[4u32, 0, 22, 4], &Device::Cpu)?;
+    let log_teacher = Tensor::full(f64::NEG_INFINITY, (4, 23), &Device::Cpu)?;
+    log_teacher.scatter_set(&ids.unsqueeze(1)?, &Tensor::zeros((4, 1), DType::F64, &Device::Cpu)?, 1)?;
+    let list =
+        Teacher::from_top_k(&ids.unsqueeze(1)?, &Tensor::zeros((4, 1), DType::F64, &Device::Cpu)?, MissingIds::Zero);
+    let expected = student.loss(&ids, &LossOptions::new())?;
+    let expected_gradient = values::gradient(&expected.backward()?, &contexts).expect("a gradient");
+    for teacher in [Teacher::from_log_probs(&log_teacher), list] {
+        let loss = student.distill(&teacher, &DistillOptions::new(Divergence::NegLogAcceptance))?;
+        assert_relative_eq!(numbers(&loss.nll), numbers(&expected.nll), max_relative = 1e-12);
+        let gradient = values::gradient(&loss.backward()?, &contexts).expect("a gradient");
+        assert_abs_diff_eq!(gradient, expected_gradient, epsilon = 1e-13);
+        // The total variation is the probability that the draft is rejected.
+        let variation = student.distill(&teacher, &DistillOptions::new(Divergence::TotalVariation))?;
+        let rejected = numbers(&expected.nll.neg()?.exp()?).into_iter().map(|accepted| 1.0 - accepted);
+        assert_relative_eq!(numbers(&variation.nll), Numbers::from_iter(rejected), max_relative = 1e-12);
+    }
+    Ok(())
+}
+
+/// The acceptance over a list is too high with the missing ids as one outcome, and too low without them.
+#[test]
+fn a_list_bounds_the_acceptance() -> Result<()> {
+    for seed in 0..10 {
+        let (student, teacher, _) = pair(seed)?;
+        let options = DistillOptions::new(Divergence::NegLogAcceptance);
+        let exact = value(&student, &teacher, Divergence::NegLogAcceptance)?;
+        let top = teacher.top_k(6)?;
+        let bound = |missing| {
+            let list = Teacher::from_top_k(&top.token_ids, &top.log_probs, missing);
+            student.distill(&list, &options)?.value.to_scalar::<f64>().map_err(Error::from)
+        };
+        let (upper, lower) = (bound(MissingIds::Tail)?, bound(MissingIds::Zero)?);
+        assert!(upper < exact && exact < lower, "{upper} {exact} {lower}");
+    }
+    Ok(())
+}
+
+/// The hybrid's weight is that of its paper, at both ends.
+#[test]
+fn the_hybrid_lies_between_the_forward_divergence_and_the_total_variation() -> Result<()> {
+    let (student, teacher, _) = pair(5)?;
+    let [kl, variation] = [Divergence::ForwardKl, Divergence::TotalVariation].map(|d| value(&student, &teacher, d));
+    assert_relative_eq!(value(&student, &teacher, Divergence::LkHybrid(0.0))?, kl?, max_relative = 1e-13);
+    assert_relative_eq!(value(&student, &teacher, Divergence::LkHybrid(1e4))?, variation?, max_relative = 1e-13);
+    for eta in [-1.0, f64::NAN, f64::INFINITY] {
+        let error = value(&student, &teacher, Divergence::LkHybrid(eta)).unwrap_err().to_string();
+        assert!(error.contains("eta") && error.contains("at least 0"), "{error}");
     }
     Ok(())
 }

@@ -15,8 +15,15 @@ use mos_head::{
     Distributions, Error, Loss, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxHead,
 };
 
-const DIVERGENCES: [Divergence; 4] =
-    [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon(0.5), Divergence::JensenShannon(0.1)];
+const DIVERGENCES: [Divergence; 7] = [
+    Divergence::ForwardKl,
+    Divergence::ReverseKl,
+    Divergence::JensenShannon(0.5),
+    Divergence::JensenShannon(0.1),
+    Divergence::TotalVariation,
+    Divergence::NegLogAcceptance,
+    Divergence::LkHybrid(3.0),
+];
 const MISSING: [MissingIds; 3] = [MissingIds::Zero, MissingIds::Renormalized, MissingIds::Tail];
 
 /// Whatever computes it, and whatever is known of the teacher.
@@ -220,6 +227,8 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
     let finite = [0.1f64.ln(), 0.4f64.ln(), 0.5f64.ln()];
     let rows = |third: [f64; 3]| Tensor::new(&[finite, finite, third], &Device::Cpu);
     let masked = rows([0.5f64.ln(), impossible, 0.5f64.ln()])?;
+    // And the teacher is certain of it.
+    let certain = rows([impossible, 0.0, impossible])?;
     let all = rows(finite)?;
     let weights = Tensor::new(&[1f64, 0.0, 1.0], &Device::Cpu)?;
     let position = |loss: Result<Loss>| match loss {
@@ -234,6 +243,13 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
             (&masked, &all, Divergence::ReverseKl, false),
             (&masked, &all, Divergence::JensenShannon(0.5), false),
             (&all, &masked, Divergence::JensenShannon(0.5), false),
+            (&masked, &all, Divergence::TotalVariation, false),
+            (&masked, &all, Divergence::NegLogAcceptance, false),
+            (&all, &certain, Divergence::NegLogAcceptance, false),
+            (&masked, &certain, Divergence::TotalVariation, false),
+            (&masked, &certain, Divergence::NegLogAcceptance, true),
+            (&masked, &all, Divergence::LkHybrid(3.0), true),
+            (&all, &masked, Divergence::LkHybrid(3.0), false),
         ] {
             let options = DistillOptions::new(divergence).with_temperature(temperature);
             let options = options.with_position_weights(weights.clone());

@@ -1,5 +1,6 @@
-//! Divergences of a student's distributions from a teacher's (Agarwal et al., arXiv 2306.13649), and their computation
-//! from candle's operations, which serves GPUs. The CPU has its own (`cpu/objective/divergence.rs`).
+//! Divergences of a student's distributions from a teacher's (Agarwal et al., arXiv 2306.13649; Samarin et al., arXiv
+//! 2602.23881), and their computation from candle's operations, which serves GPUs. The CPU has its own
+//! (`cpu/objective/divergence.rs`).
 
 use candle_core::{DType, Tensor, D};
 
@@ -8,6 +9,11 @@ use crate::tensors::log_softmax::tempered;
 use crate::tensors::transfer::number_like;
 
 /// How far a student's distribution Q is from a teacher's T, in nats.
+///
+/// The last three train the drafter of speculative decoding (Leviathan et al., arXiv 2211.17192): the student drafts, and
+/// the teacher accepts a draft with the probability `alpha = sum_v min(T(v), Q(v))`. Their derivatives have jumps where
+/// `T(v) = Q(v)`, and take such an id as accepted: it has no part in them. With [`MissingIds`](crate::distill::MissingIds)`::Tail`,
+/// `alpha` is an upper bound, because the missing ids are one outcome; otherwise missing ids add nothing to any of the sums.
 ///
 /// # Examples
 ///
@@ -21,8 +27,9 @@ use crate::tensors::transfer::number_like;
 ///
 /// # References
 ///
-/// Agarwal et al.: On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes. ICLR 2024, arXiv
-/// 2306.13649, equation 1.
+/// - Agarwal et al.: On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes. ICLR 2024, arXiv
+///   2306.13649, equation 1.
+/// - Samarin et al.: LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding. ICML 2026, arXiv 2602.23881.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Divergence {
@@ -37,6 +44,54 @@ pub enum Divergence {
     /// is zero for all distributions, so that they are errors; divided by beta it tends to `KL(T, Q)` at 0, divided by
     /// 1 - beta to `KL(Q, T)` at 1.
     JensenShannon(f64),
+    /// `sum_v max(0, T(v) - Q(v))`, half the sum of `|T(v) - Q(v)|`: the probability `1 - alpha` that a draft is rejected.
+    /// Far from the teacher its derivatives are small.
+    TotalVariation,
+    /// `-log alpha`, which has the derivatives of the total variation divided by `alpha`. For a teacher that is certain of
+    /// an id it is the cross-entropy. It is infinite, which on the CPU is an error, where no id is possible for both.
+    NegLogAcceptance,
+    /// `lambda KL(T, Q) + (1 - lambda) TV(T, Q)` with `lambda = exp(-eta alpha)` for the forward divergence and the total
+    /// variation above. The weight `lambda` is a constant of each position: it has no derivative. eta is at least 0, where
+    /// this is [`Divergence::ForwardKl`]; the paper has 3.
+    LkHybrid(f64),
+}
+
+/// A sum over the outcomes of both distributions. A divergence is one, or a function of some.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum OutcomeSum {
+    ForwardKl,
+    ReverseKl,
+    JensenShannon(f64),
+    /// `sum_v max(0, T(v) - Q(v))`
+    TotalVariation,
+    /// `sum_v min(T(v), Q(v))`
+    Acceptance,
+}
+
+impl Divergence {
+    /// Computes this divergence, `[n]`, and its derivatives, `[n, outcomes]`, from those of sums over outcomes.
+    pub(crate) fn from_sums(self, sum: impl Fn(OutcomeSum) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
+        match self {
+            Divergence::ForwardKl => sum(OutcomeSum::ForwardKl),
+            Divergence::ReverseKl => sum(OutcomeSum::ReverseKl),
+            Divergence::JensenShannon(beta) => sum(OutcomeSum::JensenShannon(beta)),
+            Divergence::TotalVariation => sum(OutcomeSum::TotalVariation),
+            Divergence::NegLogAcceptance => {
+                let (acceptance, slopes) = sum(OutcomeSum::Acceptance)?;
+                let slopes = slopes.broadcast_div(&acceptance.neg()?.unsqueeze(1)?)?;
+                Ok((acceptance.log()?.neg()?, slopes))
+            }
+            Divergence::LkHybrid(eta) => {
+                let lambda = (sum(OutcomeSum::Acceptance)?.0 * -eta)?.exp()?;
+                let rest = (1.0 - &lambda)?;
+                let (kl, by_kl) = sum(OutcomeSum::ForwardKl)?;
+                let (variation, by_variation) = sum(OutcomeSum::TotalVariation)?;
+                let slopes =
+                    (by_kl.broadcast_mul(&lambda.unsqueeze(1)?)? + by_variation.broadcast_mul(&rest.unsqueeze(1)?)?)?;
+                Ok((((lambda * kl)? + (rest * variation)?)?, slopes))
+            }
+        }
+    }
 }
 
 /// The divergence of rows of log-probabilities, without these rows.
@@ -55,7 +110,10 @@ pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &Diverge
     let &DivergenceTerms { divergence, temperature, ref scales } = terms;
     let (log_q, log_t) = (tempered(log_probs, temperature)?, tempered(log_teacher, temperature)?);
     let q = log_q.exp()?;
-    let (terms, slopes) = terms_of(divergence, &log_t, &log_q, &q)?;
+    let (values, slopes) = divergence.from_sums(|sum| {
+        let (terms, slopes) = outcome_terms(sum, &log_t, &log_q, &q)?;
+        Ok((terms.sum(D::Minus1)?, slopes))
+    })?;
     let scales = scales.unsqueeze(1)?;
     let derivatives = if temperature != 1.0 {
         let normalisation = q.broadcast_mul(&slopes.sum_keepdim(D::Minus1)?)?;
@@ -63,27 +121,36 @@ pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &Diverge
     } else {
         slopes.broadcast_mul(&scales)?
     };
-    Ok((not_negative(&terms.sum(D::Minus1)?)?, derivatives))
+    Ok((not_negative(&values)?, derivatives))
 }
 
-/// Computes each outcome's term of the divergence, and the derivative of the divergence by the student's log-probability
-/// of the outcome, up to a constant times the probability. The operands are the log-probabilities of teacher and student,
+/// Computes each outcome's term of a sum, and the derivative of the sum by the student's log-probability of the outcome, up to a constant times the probability. The operands are the log-probabilities of teacher and student,
 /// and the student's probabilities `q`, which are zero where an outcome does not count.
-pub(crate) fn terms_of(divergence: Divergence, log_t: &Tensor, log_q: &Tensor, q: &Tensor) -> Result<(Tensor, Tensor)> {
-    Ok(match divergence {
-        Divergence::ForwardKl => {
+pub(crate) fn outcome_terms(sum: OutcomeSum, log_t: &Tensor, log_q: &Tensor, q: &Tensor) -> Result<(Tensor, Tensor)> {
+    Ok(match sum {
+        OutcomeSum::ForwardKl => {
             let t = log_t.exp()?;
             (weighted(&t, &(log_t - log_q)?)?, t.neg()?)
         }
-        Divergence::ReverseKl => {
+        OutcomeSum::ReverseKl => {
             let terms = weighted(q, &(log_q - log_t)?)?;
             (terms.clone(), terms)
         }
-        Divergence::JensenShannon(beta) => {
+        OutcomeSum::JensenShannon(beta) => {
             let log_m = log_mixture(log_t, log_q, beta)?;
             let teacher_terms = weighted(&log_t.exp()?, &(log_t - &log_m)?)?;
             let student_terms = (weighted(q, &(log_q - &log_m)?)? * (1.0 - beta))?;
             (((teacher_terms * beta)? + &student_terms)?, student_terms)
+        }
+        OutcomeSum::TotalVariation => {
+            let t = log_t.exp()?;
+            let zero = t.zeros_like()?;
+            let terms = t.lt(q)?.where_cond(&zero, &(&t - q)?)?;
+            (terms, t.le(q)?.where_cond(&zero, &q.neg()?)?)
+        }
+        OutcomeSum::Acceptance => {
+            let t = log_t.exp()?;
+            (t.lt(q)?.where_cond(&t, q)?, t.le(q)?.where_cond(&t.zeros_like()?, q)?)
         }
     })
 }

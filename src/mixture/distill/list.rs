@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, D};
 
 use super::options::{DistillOptions, MissingIds, TeacherList};
 use super::terms::{check_teacher_tensor, mix_objectives, DistillTerms};
-use crate::backend::divergence::{log_add, terms_of, weighted, Divergence};
+use crate::backend::divergence::{log_add, outcome_terms, weighted, Divergence, OutcomeSum};
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::loss::{CountedPositions, OutputShape};
@@ -229,16 +229,21 @@ impl ListTeacher {
         let (in_list, hard) = (scores.log_prob.narrow(1, 0, n)?, options.hard_weight);
         // A list's padding is another of its ids, which counts once.
         let known = (in_list.exp()? * chunk(&self.is_known)?)?;
-        let (terms, by_list) = terms_of(divergence, &chunk(&self.log_probs)?, &in_list, &known)?;
-        let mut objective = terms.sum(D::Minus1)?;
         let missing = self.missing_scores(positions, scores)?;
-        let by_missing = match self.missing_terms(positions, &missing.all, divergence)? {
-            Some((terms, slopes)) => {
-                objective = (objective + terms)?;
-                slopes
-            }
-            None => missing.all.zeros_like()?,
-        };
+        // The last outcome is that of the missing ids.
+        let (objective, slopes) = divergence.from_sums(|sum| {
+            let (terms, by_list) = outcome_terms(sum, &chunk(&self.log_probs)?, &in_list, &known)?;
+            let mut value = terms.sum(D::Minus1)?;
+            let by_missing = match self.missing_terms(positions, &missing.all, sum)? {
+                Some((terms, slopes)) => {
+                    value = (value + terms)?;
+                    slopes
+                }
+                None => missing.all.zeros_like()?,
+            };
+            Ok((value, Tensor::cat(&[by_list, by_missing.unsqueeze(1)?], 1)?))
+        })?;
+        let (by_list, by_missing) = (slopes.narrow(1, 0, n)?, slopes.narrow(1, n, 1)?.squeeze(1)?);
         counted.check_finite(positions, &objective)?;
         let scaled = |derivatives: &Tensor| derivatives.broadcast_mul(&(scales * (1.0 - hard))?.unsqueeze(1)?);
         // An outcome's part of the derivative is in proportion to its probability among the missing ids.
@@ -282,25 +287,25 @@ impl ListTeacher {
         Ok(MissingScores { target, first, all })
     }
 
-    /// Computes what the missing ids, as one outcome with these log-probabilities under the student, add to the
-    /// divergence at some positions, and its derivatives by the log-probabilities; `None` if they add nothing.
+    /// Computes what the missing ids, as one outcome with these log-probabilities under the student, add to a sum over
+    /// outcomes at some positions, and its derivatives by the log-probabilities; `None` if they add nothing.
     fn missing_terms(
         &self,
         positions: &Range<usize>,
         log_missing: &Tensor,
-        divergence: Divergence,
+        sum: OutcomeSum,
     ) -> Result<Option<(Tensor, Tensor)>> {
         let chunk = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
-        Ok(match (&self.tail, divergence) {
+        Ok(match (&self.tail, sum) {
             (Some(tail), _) => {
                 let probability = log_missing.exp()?;
-                let (terms, slopes) = terms_of(divergence, &chunk(&tail.log_prob)?, log_missing, &probability)?;
+                let (terms, slopes) = outcome_terms(sum, &chunk(&tail.log_prob)?, log_missing, &probability)?;
                 let is_empty = (log_missing.eq(f64::NEG_INFINITY)? * chunk(&tail.may_be_empty)?)?;
                 let zero = terms.zeros_like()?;
                 Some((is_empty.where_cond(&zero, &terms)?, is_empty.where_cond(&zero, &slopes)?))
             }
             // The teacher gives the missing ids no probability: the student's part of the divergence is left.
-            (None, Divergence::JensenShannon(beta)) => {
+            (None, OutcomeSum::JensenShannon(beta)) => {
                 let terms = (log_missing.exp()? * (-(1.0 - beta) * (1.0 - beta).ln()))?;
                 Some((terms.clone(), terms))
             }

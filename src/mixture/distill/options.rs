@@ -258,6 +258,9 @@ impl DistillOptions {
             let expected = "above 0 and below 1 (at the ends the divergence is zero: use ForwardKl or ReverseKl)";
             check_number(beta > 0.0 && beta < 1.0, "beta", expected, beta)?;
         }
+        if let Divergence::LkHybrid(eta) = self.divergence {
+            check_number(eta >= 0.0 && eta.is_finite(), "eta", "a finite number of at least 0", eta)?;
+        }
         if self.positions.reduction == Reduction::None {
             return Err(Error::Unsupported { option: OptionName::Reduction, head: "distillation" });
         }

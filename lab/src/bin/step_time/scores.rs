@@ -41,6 +41,9 @@ pub(crate) enum DivergenceKind {
     Forward,
     Reverse,
     JensenShannon,
+    TotalVariation,
+    NegLogAcceptance,
+    LkHybrid,
 }
 
 /// The number of ids of a teacher's list.
@@ -66,6 +69,9 @@ impl<'a> Timed<'a> {
             DivergenceKind::Forward => Divergence::ForwardKl,
             DivergenceKind::Reverse => Divergence::ReverseKl,
             DivergenceKind::JensenShannon => Divergence::JensenShannon(0.5),
+            DivergenceKind::TotalVariation => Divergence::TotalVariation,
+            DivergenceKind::NegLogAcceptance => Divergence::NegLogAcceptance,
+            DivergenceKind::LkHybrid => Divergence::LkHybrid(3.0),
         });
         let teacher = match score {
             Score::List => Some(list(leaves)?),

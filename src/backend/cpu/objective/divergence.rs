@@ -2,9 +2,11 @@
 
 use candle_core::{Device, Tensor};
 
+use super::acceptance::{Acceptance, AcceptanceSweeps};
+use super::divergence_row::{map_student, weighted, DivergenceRow};
 use crate::backend::cpu::operands::dtype::{with_slice, Accumulator};
 use crate::backend::cpu::vector::math::{exp, ln, not_negative};
-use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector, ROW_ALIGN};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::divergence::{Divergence, DivergenceTerms};
 use crate::backend::parallel;
 use crate::error::Result;
@@ -31,6 +33,9 @@ pub(crate) fn divergence<F: Accumulator>(
                 Divergence::ForwardKl => F::dispatch(isa, Sweep(row, Forward)),
                 Divergence::ReverseKl => F::dispatch(isa, Sweep(row, Reverse)),
                 Divergence::JensenShannon(beta) => F::dispatch(isa, Sweep(row, JensenShannon::new(beta))),
+                Divergence::TotalVariation => F::dispatch(isa, AcceptanceSweeps(row, Acceptance::TotalVariation)),
+                Divergence::NegLogAcceptance => F::dispatch(isa, AcceptanceSweeps(row, Acceptance::NegLog)),
+                Divergence::LkHybrid(eta) => F::dispatch(isa, AcceptanceSweeps(row, Acceptance::LkHybrid(eta))),
             };
         });
         Ok(())
@@ -38,29 +43,11 @@ pub(crate) fn divergence<F: Accumulator>(
     Ok((Tensor::from_vec(values, n, &Device::Cpu)?, Tensor::from_vec(rows, (n, vocab), &Device::Cpu)?))
 }
 
-/// A row of log-probabilities of student and teacher.
-struct DivergenceRow<'a, F> {
-    /// The student's log-probabilities, then the derivatives.
-    student: &'a mut [F],
-    teacher: &'a [F],
-    /// The inverse of the temperature.
-    power: F,
-    /// The factor of the derivatives.
-    scale: F,
-}
-
 /// A divergence as a sum over ids.
 trait Term<F: Float>: Copy {
     /// Computes the term of each id of a register from the log-probabilities of student and teacher, and the derivative of
     /// the divergence by the student's log-probability of the id, up to a constant times the probability.
     fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg);
-}
-
-/// Computes `probability x`, which is zero for a probability of zero, whatever `x` is.
-#[inline(always)]
-fn weighted<F: Float, V: Vector<F>>(v: V, probability: V::Reg, x: V::Reg) -> V::Reg {
-    let zero = v.splat(F::zero());
-    v.if_equal(probability, zero, zero, v.mul(probability, x))
 }
 
 /// `sum_v T(v) (log T(v) - log Q(v))`
@@ -129,19 +116,12 @@ impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> F {
-        let Sweep(DivergenceRow { student, teacher, power, scale }, term) = self;
+        let Sweep(row, term) = self;
         let zero = v.splat(F::zero());
-        let is_tempered = power != F::one();
-        let (norm_q, norm_t) = if is_tempered {
-            (log_norm(v, student, power), log_norm(v, teacher, power))
-        } else {
-            (F::zero(), F::zero())
-        };
-        let (power_register, norm_q, norm_t) = (v.splat(power), v.splat(norm_q), v.splat(norm_t));
-        let tempered =
-            |log_q, log_t| (v.sub(v.mul(log_q, power_register), norm_q), v.sub(v.mul(log_t, power_register), norm_t));
+        let tempered = row.tempered(v);
+        let DivergenceRow { student, teacher, power, scale } = row;
         let (mut value, mut slope) = (zero, zero);
-        if !is_tempered {
+        if power == F::one() {
             let scale = v.splat(scale);
             map_student(v, student, teacher, |log_q, log_t| {
                 let (id_value, id_slope) = term.value_and_slope(v, log_q, log_t);
@@ -164,55 +144,4 @@ impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
         });
         not_negative(v.sum(value))
     }
-}
-
-/// Replaces each register of a student's row by a function of it and of the teacher's. The last register is padded with
-/// minus infinity.
-#[inline(always)]
-fn map_student<F: Float, V: Vector<F>>(
-    v: V,
-    student: &mut [F],
-    teacher: &[F],
-    mut f: impl FnMut(V::Reg, V::Reg) -> V::Reg,
-) {
-    let (teacher, teacher_rest) = V::split(teacher);
-    let (student, rest) = V::split_mut(student);
-    let mut padded = [[F::neg_infinity(); ROW_ALIGN]; 2];
-    padded[0][..rest.len()].copy_from_slice(rest);
-    padded[1][..rest.len()].copy_from_slice(teacher_rest);
-    let last = [V::registers(&padded[0])[0], V::registers(&padded[1])[0]];
-    // The function is called in one place, so that it becomes part of the kernel and has its target features.
-    for i in 0..student.len() + usize::from(!rest.is_empty()) {
-        let [q, t] = if i < student.len() { [student[i], teacher[i]] } else { last };
-        let result = f(q, t);
-        match student.get_mut(i) {
-            Some(q) => *q = result,
-            None => v.store_partial(result, rest),
-        }
-    }
-}
-
-/// Computes `log sum_v exp(power log p(v))`.
-#[inline(always)]
-fn log_norm<F: Float, V: Vector<F>>(v: V, log_probs: &[F], power: F) -> F {
-    let (registers, rest) = V::split(log_probs);
-    let mut padded = [F::neg_infinity(); ROW_ALIGN];
-    padded[..rest.len()].copy_from_slice(rest);
-    // Loops, because the closure of a chain's `for_each` would be compiled without the target features of the kernel.
-    let all = [registers, &V::registers(&padded)[..1]];
-    let mut largest = v.splat(F::neg_infinity());
-    for registers in all {
-        for &x in registers {
-            largest = v.max(largest, x);
-        }
-    }
-    let largest = v.largest(largest) * power;
-    let (reference, power) = (v.splat(largest), v.splat(power));
-    let mut sum = v.splat(F::zero());
-    for registers in all {
-        for &x in registers {
-            sum = v.add(sum, exp(v, v.sub(v.mul(x, power), reference)));
-        }
-    }
-    largest + v.sum(sum).ln()
 }

@@ -38,7 +38,7 @@ fn losses_of_log_probabilities_equal_those_of_the_cpu_in_f64() {
     for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (positions, components, vocab) in [(5, 3, 37), (4, 1, 40), (0, 2, 5)] {
-                for divergence in [Divergence::ForwardKl, Divergence::JensenShannon(0.3)] {
+                for divergence in [Divergence::ForwardKl, Divergence::JensenShannon(0.3), Divergence::LkHybrid(3.0)] {
                     let case = Case { dtype, chunk: 2, ..case(positions, components, 6, vocab) };
                     let objective = divergence_loss(&case, DType::F32, divergence);
                     let operands = case.operands(dtype);

@@ -1,0 +1,89 @@
+//! Divergences that are functions of the probability with which the teacher accepts what the student drafts, in two sweeps
+//! over each row of log-probabilities: one for the sums, one for the derivatives.
+
+use super::divergence_row::{map_student, weighted, DivergenceRow};
+use crate::backend::cpu::vector::math::{exp, not_negative};
+use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
+
+/// A function of the sums of a row.
+#[derive(Clone, Copy)]
+pub(super) enum Acceptance {
+    TotalVariation,
+    NegLog,
+    /// With eta.
+    LkHybrid(f64),
+}
+
+/// The value of a divergence, and its derivatives by the sums that have them.
+struct Combined<F> {
+    value: F,
+    by_variation: F,
+    by_kl: F,
+}
+
+impl Acceptance {
+    /// Combines the acceptance, the total variation and the forward divergence of a row.
+    fn combine<F: Float>(self, acceptance: F, variation: F, kl: F) -> Combined<F> {
+        let (zero, one) = (F::zero(), F::one());
+        match self {
+            Acceptance::TotalVariation => Combined { value: variation, by_variation: one, by_kl: zero },
+            Acceptance::NegLog => {
+                Combined { value: zero - acceptance.ln(), by_variation: one / acceptance, by_kl: zero }
+            }
+            Acceptance::LkHybrid(eta) => {
+                let lambda = (F::from_f64(-eta) * acceptance).exp();
+                let value = lambda * kl + (one - lambda) * variation;
+                Combined { value, by_variation: one - lambda, by_kl: lambda }
+            }
+        }
+    }
+}
+
+/// The kernel that computes the divergence of a row, and replaces the student's log-probabilities by the derivatives.
+pub(super) struct AcceptanceSweeps<'a, F>(pub(super) DivergenceRow<'a, F>, pub(super) Acceptance);
+
+impl<F: Float> Kernel<F> for AcceptanceSweeps<'_, F> {
+    type Output = F;
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) -> F {
+        let AcceptanceSweeps(row, divergence) = self;
+        let zero = v.splat(F::zero());
+        let tempered = row.tempered(v);
+        let DivergenceRow { student, teacher, power, scale } = row;
+        // The probability of those ids that the teacher finds more probable than the student, which alone have
+        // derivatives, and that of the teacher's ids.
+        let [mut acceptance, mut variation, mut kl, mut below, mut mass] = [zero; 5];
+        map_student(v, student, teacher, |log_q, log_t| {
+            let (tempered_q, tempered_t) = tempered(log_q, log_t);
+            let (q, t) = (exp(v, tempered_q), exp(v, tempered_t));
+            acceptance = v.add(acceptance, v.if_less(t, q, t, q));
+            variation = v.add(variation, v.if_less(t, q, zero, v.sub(t, q)));
+            kl = v.add(kl, weighted(v, t, v.sub(tempered_t, tempered_q)));
+            below = v.add(below, if_below(v, q, t));
+            mass = v.add(mass, t);
+            log_q
+        });
+        let Combined { value, by_variation, by_kl } =
+            divergence.combine(v.sum(acceptance), v.sum(variation), v.sum(kl));
+        // The derivative of the student's normalisation at the temperature.
+        let normalisation =
+            if power == F::one() { F::zero() } else { by_variation * v.sum(below) + by_kl * v.sum(mass) };
+        let [scale, by_variation, by_kl, normalisation] =
+            [scale * power, by_variation, by_kl, normalisation].map(|x| v.splat(x));
+        map_student(v, student, teacher, |log_q, log_t| {
+            let (tempered_q, tempered_t) = tempered(log_q, log_t);
+            let (q, t) = (exp(v, tempered_q), exp(v, tempered_t));
+            let slope = v.add(weighted(v, by_variation, if_below(v, q, t)), weighted(v, by_kl, t));
+            weighted(v, scale, v.sub(weighted(v, q, normalisation), slope))
+        });
+        not_negative(value)
+    }
+}
+
+/// Returns the student's probability of an id if the teacher's is larger, and zero otherwise.
+#[inline(always)]
+fn if_below<F: Float, V: Vector<F>>(v: V, q: V::Reg, t: V::Reg) -> V::Reg {
+    let zero = v.splat(F::zero());
+    v.if_less(t, q, zero, v.if_equal(t, q, zero, q))
+}

@@ -70,7 +70,7 @@ pub(crate) enum OutcomeSum {
 
 impl Divergence {
     /// Computes this divergence, `[n]`, and its derivatives, `[n, outcomes]`, from those of sums over outcomes.
-    pub(crate) fn from_sums(self, sum: impl Fn(OutcomeSum) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
+    pub(crate) fn combine_sums(self, sum: impl Fn(OutcomeSum) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
         match self {
             Divergence::ForwardKl => sum(OutcomeSum::ForwardKl),
             Divergence::ReverseKl => sum(OutcomeSum::ReverseKl),
@@ -110,7 +110,7 @@ pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &Diverge
     let &DivergenceTerms { divergence, temperature, ref scales } = terms;
     let (log_q, log_t) = (tempered(log_probs, temperature)?, tempered(log_teacher, temperature)?);
     let q = log_q.exp()?;
-    let (values, slopes) = divergence.from_sums(|sum| {
+    let (values, slopes) = divergence.combine_sums(|sum| {
         let (terms, slopes) = outcome_terms(sum, &log_t, &log_q, &q)?;
         Ok((terms.sum(D::Minus1)?, slopes))
     })?;

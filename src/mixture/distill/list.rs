@@ -231,7 +231,7 @@ impl ListTeacher {
         let known = (in_list.exp()? * chunk(&self.is_known)?)?;
         let missing = self.missing_scores(positions, scores)?;
         // The last outcome is that of the missing ids.
-        let (objective, slopes) = divergence.from_sums(|sum| {
+        let (objective, slopes) = divergence.combine_sums(|sum| {
             let (terms, by_list) = outcome_terms(sum, &chunk(&self.log_probs)?, &in_list, &known)?;
             let mut value = terms.sum(D::Minus1)?;
             let by_missing = match self.missing_terms(positions, &missing.all, sum)? {

@@ -139,7 +139,9 @@ fn text(found: &[Passed]) -> String {
         ]
     };
     let table = table(&columns, &found.iter().map(cells).collect::<Vec<_>>());
-    table + "\n\npassed on: ||G W (W^T W)^(-1/2)|| / ||G||, G the gradient of the logits, W the decoder (arXiv 2603.10145)."
+    let share =
+        "passed on: ||G W (W^T W)^(-1/2)|| / ||G||, G the gradient of the logits, W the decoder (arXiv 2603.10145).";
+    format!("{table}\n\n{share}")
 }
 
 fn json(found: &[Passed]) -> Value {

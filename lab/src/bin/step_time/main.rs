@@ -31,13 +31,7 @@ use serde_json::json;
 use steps::{composed_step, constant_mixture, detached_mixture, fused_step, Leaves};
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    lab::exit_code(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {

@@ -26,6 +26,24 @@ pub struct Outcome<T> {
     pub more: Option<T>,
 }
 
+impl<T> Outcome<T> {
+    /// Returns the results as JSON, with the fields that the program adds or has other values for.
+    pub fn json(&self, more: Value) -> Value {
+        let mut line = json!({
+            "head": self.kind.name(),
+            "name": self.kind.name(),
+            "parameters": self.parameters,
+            "valid_nll": self.valid_nll,
+            "valid_perplexity": self.valid_nll.exp(),
+            "tokens_per_second": self.tokens_per_second,
+        });
+        if let (Value::Object(line), Value::Object(more)) = (&mut line, more) {
+            line.extend(more);
+        }
+        line
+    }
+}
+
 /// Returns how many times as long as the softmax's a training step of this head takes, if both were trained (Yang et
 /// al., 2018, table 13).
 pub fn slowdown<T>(outcome: &Outcome<T>, all: &[Outcome<T>]) -> Option<f64> {

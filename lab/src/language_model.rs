@@ -4,7 +4,7 @@ use super::awd::Awd;
 use super::batches::{Streams, Window, IGNORED};
 use super::codes::insert_table;
 use super::head::HeadKind;
-use super::model::{Forward, Model, Part, Pass};
+use super::model::{Base, Forward, Model, Part, Pass};
 use super::output::{Entries, Output};
 use super::recurrent::{self, Lstm, LstmDropout, Outputs};
 use super::sizes::{InitialValues, Sizes};
@@ -14,7 +14,7 @@ use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, VarBuilder, VarMap};
 use mos_codes::CodeTable;
 use mos_head::sampled::NoiseDistribution;
-use mos_head::{LossOptions, OutputLayer};
+use mos_head::LossOptions;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::HashMap;
 
@@ -26,7 +26,6 @@ pub struct LanguageModel {
     /// Dropout of whole rows of the embedding.
     embedding_dropout: f64,
     lstm: Lstm,
-    head: Box<dyn OutputLayer>,
     output: Output,
     /// The distribution from which negatives are drawn, if any are.
     noise: Option<NoiseDistribution>,
@@ -34,8 +33,7 @@ pub struct LanguageModel {
     table: Option<CodeTable>,
     /// Factors of activation regularisation and temporal activation regularisation.
     regularization: [f64; 2],
-    varmap: VarMap,
-    device: Device,
+    base: Base,
 }
 
 impl LanguageModel {
@@ -76,13 +74,11 @@ impl LanguageModel {
             embedding,
             embedding_dropout: recipe.awd.embedding_dropout.unwrap_or(0.0),
             lstm,
-            head,
             output,
             noise: output.noise(entries)?,
             table: None,
             regularization: [recipe.awd.ar.unwrap_or(0.0), recipe.awd.tar.unwrap_or(0.0)],
-            varmap,
-            device: device.clone(),
+            base: Base { head, varmap, device: device.clone() },
         })
     }
 
@@ -99,9 +95,9 @@ impl LanguageModel {
         text.iter().for_each(|&id| counts[id as usize] += 1.0);
         let total = (text.len() + vocab) as f64;
         let bias: Vec<f32> = counts.iter().map(|count| (count / total).ln() as f32).collect();
-        let variables = self.varmap.data().lock().expect("no thread panicked while it held the variables");
+        let variables = self.varmap().data().lock().expect("no thread panicked while it held the variables");
         let variable = variables.get("head.decoder.bias").ok_or("the head has no decoder.bias")?;
-        Ok(variable.set(&Tensor::from_vec(bias, vocab, &self.device)?)?)
+        Ok(variable.set(&Tensor::from_vec(bias, vocab, self.device())?)?)
     }
 
     /// Returns the model of a checkpoint, without the state of training.
@@ -121,7 +117,7 @@ impl LanguageModel {
 
     /// Returns the variables and settings.
     pub fn checkpoint(&self) -> Checkpoint {
-        let tensors = init::sorted(&self.varmap).into_iter().map(|(name, var)| (name, var.as_tensor().clone()));
+        let tensors = init::sorted(self.varmap()).into_iter().map(|(name, var)| (name, var.as_tensor().clone()));
         let settings = self.settings().into_iter().map(|(key, value)| (key.to_owned(), value));
         Checkpoint { tensors: tensors.collect(), metadata: settings.collect() }
     }
@@ -129,7 +125,7 @@ impl LanguageModel {
     /// Sets the variables from the checkpoint of a model with the same settings.
     pub fn restore(&self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.require_flags(&self.settings())?;
-        checkpoint.restore_variables(&self.varmap)
+        checkpoint.restore_variables(self.varmap())
     }
 
     /// Returns what another text has at the targets of a batch, one after the other; `None` past the end.
@@ -160,7 +156,7 @@ impl LanguageModel {
         let mut inputs = self.embedding.forward(ids)?;
         // The mask of the vocabulary's rows, at the rows that occur.
         let vocab = self.sizes.head.vocab;
-        if let Some(mask) = dropout::mask(&[vocab], self.embedding_dropout, &self.device, rng.as_deref_mut())? {
+        if let Some(mask) = dropout::mask(&[vocab], self.embedding_dropout, self.device(), rng.as_deref_mut())? {
             let mask = mask.index_select(&ids.flatten_all()?, 0)?;
             inputs = inputs.broadcast_mul(&mask.reshape((ids.dim(0)?, ids.dim(1)?, 1))?)?;
         }
@@ -205,8 +201,8 @@ impl Model for LanguageModel {
     type State = Vec<Vec<LSTMState>>;
     const IGNORED: i64 = IGNORED;
 
-    fn head(&self) -> &dyn OutputLayer {
-        self.head.as_ref()
+    fn base(&self) -> &Base {
+        &self.base
     }
 
     fn options(&self, options: LossOptions, rng: &mut StdRng) -> Result<LossOptions> {
@@ -214,14 +210,6 @@ impl Model for LanguageModel {
             Some(noise) => self.output.options(options, noise, rng.random()),
             None => Ok(options),
         }
-    }
-
-    fn varmap(&self) -> &VarMap {
-        &self.varmap
-    }
-
-    fn device(&self) -> &Device {
-        &self.device
     }
 
     fn settings(&self) -> Vec<(&'static str, String)> {
@@ -272,7 +260,7 @@ impl Model for LanguageModel {
         states: &mut Vec<Vec<LSTMState>>,
         rng: Option<&mut StdRng>,
     ) -> Result<Forward> {
-        let (inputs, targets) = streams.tensors(text, window, &self.device)?;
+        let (inputs, targets) = streams.tensors(text, window, self.device())?;
         let is_training = rng.is_some();
         let outputs = self.outputs(&inputs, &mut states[window.part], rng)?;
         let penalty = if is_training { self.penalty(&outputs)? } else { None };

@@ -65,7 +65,12 @@ pub fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> ExitCode {
             return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
         }
     };
-    match run(&args) {
+    exit_code(run(&args))
+}
+
+/// Prints the error of a program, if it has one, and returns its exit code.
+pub fn exit_code<E: std::fmt::Display>(result: std::result::Result<(), E>) -> ExitCode {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");

@@ -43,6 +43,16 @@ pub enum Pass {
     },
 }
 
+/// The parts that every model has.
+pub struct Base {
+    /// The output layer.
+    pub head: Box<dyn OutputLayer>,
+    /// The variables of the whole model.
+    pub varmap: VarMap,
+    /// The device of the variables.
+    pub device: Device,
+}
+
 /// A model that ends in an output layer.
 pub trait Model {
     /// An element of the data: a token id of a text, or a pair of sentences.
@@ -54,8 +64,13 @@ pub trait Model {
     /// The target of positions that the loss ignores.
     const IGNORED: i64;
 
+    /// Returns the parts that every model has.
+    fn base(&self) -> &Base;
+
     /// Returns the output layer.
-    fn head(&self) -> &dyn OutputLayer;
+    fn head(&self) -> &dyn OutputLayer {
+        self.base().head.as_ref()
+    }
 
     /// Returns the options of a training step, from those that all models share.
     fn options(&self, options: LossOptions, _: &mut StdRng) -> Result<LossOptions> {
@@ -63,10 +78,14 @@ pub trait Model {
     }
 
     /// Returns the variables.
-    fn varmap(&self) -> &VarMap;
+    fn varmap(&self) -> &VarMap {
+        &self.base().varmap
+    }
 
     /// Returns the device of the variables.
-    fn device(&self) -> &Device;
+    fn device(&self) -> &Device {
+        &self.base().device
+    }
 
     /// Returns the settings that a checkpoint must match, by the names of their flags.
     fn settings(&self) -> Vec<(&'static str, String)>;

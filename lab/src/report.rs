@@ -1,4 +1,4 @@
-//! Tables of text.
+//! Tables of text, and the numbers in them.
 
 /// Returns a table as text. The first column is aligned to the left, the others to the right.
 pub fn table(columns: &[&str], rows: &[Vec<String>]) -> String {
@@ -24,9 +24,22 @@ pub fn number(value: impl Into<Option<f64>>, digits: usize) -> String {
     }
 }
 
+/// Returns the median of some numbers: of an even count the greater of the two in the middle, and NaN of none.
+pub fn median(numbers: &[f64]) -> f64 {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!((median(&[3.0, 1.0, 2.0]), median(&[4.0, 3.0, 1.0, 2.0])), (2.0, 3.0));
+        assert!(median(&[]).is_nan());
+    }
 
     #[test]
     fn columns_are_as_wide_as_their_widest_cell() {

@@ -26,13 +26,7 @@ struct Args {}
 
 fn main() -> ExitCode {
     let Args {} = Args::parse();
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    lab::exit_code(run())
 }
 
 fn run() -> Result<()> {

@@ -16,6 +16,7 @@ use std::time::Instant;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use clap::Parser;
+use lab::report::median;
 use lab::values::positive;
 use mos_head::decode::{Sampling, TokenRequest};
 use mos_head::parts::{LowRankAdapter, QuantisedLinear};
@@ -48,13 +49,7 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    lab::exit_code(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> Result<()> {
@@ -144,10 +139,7 @@ fn medians<const N: usize>(reps: usize, mut functions: [&mut dyn FnMut() -> Resu
             }
         }
     }
-    Ok(seconds.map(|mut seconds: Vec<f64>| {
-        seconds.sort_by(f64::total_cmp);
-        seconds[seconds.len() / 2]
-    }))
+    Ok(seconds.map(|seconds: Vec<f64>| median(&seconds)))
 }
 
 /// Returns the root mean square of the errors of each position's first logits against f64, relative to that of the logits.

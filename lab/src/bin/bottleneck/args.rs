@@ -14,6 +14,16 @@ pub(crate) struct Args {
     /// Print the contexts in which two checkpoints differ most, with the most probable tokens of each
     #[arg(long, conflicts_with_all = ["weight", "log_probs", "plot", "json"])]
     pub(crate) compare: bool,
+    /// Print the share of the logits' gradient G = dL/dz that the decoder W passes on to its contexts,
+    /// ||G W (W^T W)^(-1/2)|| / ||G|| (arXiv 2603.10145)
+    ///
+    /// L is the cross-entropy of the targets, which must be known, and the norms are those of Frobenius. A softmax has
+    /// G = P - Y. The logits of component k of a mixture of softmaxes have G_k = r_k (s_k - y), with the responsibility
+    /// r_k = pi_k s_kt / P(t) of the component for the target t; the sums of squares are over all positions and
+    /// components. Columns of W that depend on others add nothing: singular values below the roundoff of --dtype do not
+    /// count. Nothing else is measured.
+    #[arg(long, conflicts_with_all = ["compare", "log_probs", "plot"])]
+    pub(crate) gradient: bool,
     /// Folder of the checkpoints' corpus [default: the one that they were trained on]
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
@@ -46,7 +56,7 @@ pub(crate) struct Args {
     /// not count
     #[arg(long, value_enum, default_value = "f64")]
     pub(crate) dtype: Precision,
-    /// Upper bound of the memory for the log-probabilities, in MiB
+    /// Upper bound of the memory for the log-probabilities, or for the gradients of --gradient, in MiB
     #[arg(long, default_value_t = 8192, value_parser = positive)]
     pub(crate) memory: usize,
     /// Number of contexts that --compare prints for each model

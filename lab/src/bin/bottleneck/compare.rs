@@ -1,8 +1,8 @@
 //! The contexts in which two models differ most (Yang et al., 2018, table 14).
 
 use crate::args::Args;
-use crate::source::{Source, Text};
-use candle_core::{DType, Device, Tensor};
+use crate::source::{values, Source, Text};
+use candle_core::{Device, Tensor};
 use lab::text::{Corpus, END_OF_SENTENCE};
 use lab::Result;
 use mos_head::Distributions;
@@ -51,7 +51,7 @@ fn log_probs(source: &Source) -> Result<Vec<f64>> {
     for (i, targets) in targets.chunks(BLOCK).enumerate() {
         let mixture = source.mixture(i * BLOCK, targets.len())?;
         let targets = Tensor::new(targets, &Device::Cpu)?;
-        found.extend(mixture.log_prob(&targets)?.to_dtype(DType::F64)?.to_vec1::<f64>()?);
+        found.extend(values(&mixture.log_prob(&targets)?)?);
     }
     Ok(found)
 }
@@ -85,7 +85,7 @@ fn context(text: &Text, i: usize) -> String {
 fn best(source: &Source, corpus: &Corpus, i: usize) -> Result<String> {
     let top = source.mixture(i, 1)?.top_k(5.min(corpus.words.len()))?;
     let ids = top.token_ids.flatten_all()?.to_vec1::<u32>()?;
-    let log_probs = top.log_probs.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    let log_probs = values(&top.log_probs)?;
     let pair = |(id, log_prob): (u32, f64)| format!("{} {:.2}", word(corpus, id), log_prob.exp());
     Ok(ids.into_iter().zip(log_probs).map(pair).collect::<Vec<_>>().join(", "))
 }

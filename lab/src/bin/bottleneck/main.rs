@@ -22,10 +22,16 @@
 //! The same for log-probabilities [.., vocab] of any origin, or, with `--logits`, for logits. They must be in f32 or
 //! f64; those in f32 have the roundoff of f32. The width d of a softmax is not known then, so that the rank is not
 //! compared with d + 2.
+//!
+//!     cargo run --release -p lab --bin bottleneck -- --gradient models/softmax.safetensors models/mos.safetensors
+//!
+//! The share of the logits' gradient that the decoder of a model passes on to its contexts (the gradient bottleneck,
+//! arXiv 2603.10145). With `--weight` and `--hidden` it is that of any model, if the second file has `targets`.
 
 mod args;
 mod compare;
 mod distributions;
+mod gradient;
 mod low_rank;
 mod picture;
 mod report;
@@ -45,6 +51,9 @@ fn run(args: &Args) -> Result<()> {
     let sources = source::open(args)?;
     if args.compare {
         return compare::run(args, &sources);
+    }
+    if args.gradient {
+        return gradient::run(args, &sources);
     }
     let studies = sources.iter().map(|source| study::study(source, args)).collect::<Result<Vec<_>>>()?;
     println!("{}", report::text(&studies));

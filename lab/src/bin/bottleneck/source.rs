@@ -7,9 +7,11 @@ mod log_probs;
 mod mixture;
 #[cfg(test)]
 pub(crate) use checkpoint::tests;
+#[cfg(test)]
+pub(crate) use file::tests::{log_softmax, random};
 
 use crate::args::Args;
-use candle_core::{Device, Tensor, D};
+use candle_core::{DType, Device, Tensor, D};
 use lab::checkpoint::Checkpoint;
 use lab::head::HeadKind;
 use lab::text::Corpus;
@@ -39,6 +41,7 @@ pub(crate) struct Head {
 enum Origin {
     Model {
         layer: Box<dyn MixtureLayer>,
+        decoder: Decoder,
         /// `[positions, hidden]`
         hidden: Tensor,
         /// `[K, hidden]`
@@ -49,12 +52,25 @@ enum Origin {
         contexts: Tensor,
         /// `[positions, K]`
         log_priors: Option<Tensor>,
-        /// The decoder, `[vocab, d]` and `[vocab]`.
-        weight: Tensor,
-        bias: Option<Tensor>,
+        decoder: Decoder,
     },
     /// `[positions, vocab]`
     LogProbs(Tensor),
+}
+
+/// The logits of a context c are `c W^T + b`: no head of this program scales or caps them.
+pub(crate) struct Decoder {
+    /// `[vocab, d]`
+    pub(crate) weight: Tensor,
+    /// `[vocab]`
+    pub(crate) bias: Option<Tensor>,
+}
+
+impl Decoder {
+    /// Makes the mixture of these contexts.
+    pub(crate) fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
+        Ok(Mixture::new(contexts, log_priors, &self.weight, self.bias.as_ref())?)
+    }
 }
 
 /// The text to which the contexts belong.
@@ -88,12 +104,19 @@ impl Source {
             Origin::Model { layer, hidden, .. } => {
                 Ok(layer.mixture(&hidden.narrow(0, start, count)?, DropoutMasks::Off)?)
             }
-            Origin::Mixture { contexts, log_priors, weight, bias } => {
+            Origin::Mixture { contexts, log_priors, decoder } => {
                 let contexts = contexts.narrow(0, start, count)?;
                 let log_priors = log_priors.as_ref().map(|all| all.narrow(0, start, count)).transpose()?;
-                Ok(Mixture::new(&contexts, log_priors.as_ref(), weight, bias.as_ref())?)
+                decoder.mixture(&contexts, log_priors.as_ref())
             }
             Origin::LogProbs(_) => Err(format!("{} has log-probabilities, but no mixture", self.name).into()),
+        }
+    }
+
+    pub(crate) fn decoder(&self) -> Result<&Decoder> {
+        match &self.origin {
+            Origin::Model { decoder, .. } | Origin::Mixture { decoder, .. } => Ok(decoder),
+            Origin::LogProbs(_) => Err(format!("{} has log-probabilities, but no decoder", self.name).into()),
         }
     }
 
@@ -142,7 +165,7 @@ impl Source {
     pub(crate) fn vocab(&self) -> usize {
         match &self.origin {
             Origin::Model { layer, .. } => layer.vocab_size(),
-            Origin::Mixture { weight, .. } => weight.dims()[0],
+            Origin::Mixture { decoder, .. } => decoder.weight.dims()[0],
             Origin::LogProbs(all) => all.dims()[1],
         }
     }
@@ -163,4 +186,9 @@ fn named<'a>(file: &'a Checkpoint, path: &Path, key: &str) -> Result<&'a Tensor>
         let names = if names.is_empty() { "none".into() } else { names.join(", ") };
         format!("{} has no tensor {key}; its tensors: {names}{more}", path.display()).into()
     })
+}
+
+/// Returns the values of a tensor in f64, row by row.
+pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }

@@ -3,9 +3,9 @@
 use crate::args::Args;
 use crate::distributions::{Components, PairwiseDivergence};
 use crate::low_rank::LowRank;
-use crate::source::{Head, Source};
+use crate::source::{values, Head, Source};
 use crate::spectrum::{Rows, Spectrum};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use lab::{progress, Result};
 
 pub(crate) struct Study {
@@ -129,10 +129,6 @@ fn low_rank(source: &Source, spectrum: &Spectrum, rank: usize, targets: &[u32]) 
     }
     bar.finish_and_clear();
     Ok(low_rank.perplexities())
-}
-
-fn values(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }
 
 #[cfg(test)]

@@ -5,12 +5,11 @@ use crate::encoder::Encoder;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use lab::head::{HeadKind, HeadSizes};
-use lab::model::{Forward, Model, Pass};
+use lab::model::{Base, Forward, Model, Pass};
 use lab::recurrent_decoder::{RecurrentDecoder, State};
 use lab::sequences::inputs_and_targets;
 use lab::words::{Words, PAD};
 use lab::{init, recipe::Recipe, Result};
-use mos_head::OutputLayer;
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 use std::collections::HashMap;
@@ -32,9 +31,7 @@ pub(crate) struct Captioner {
     embedding: usize,
     layers: usize,
     decoder: RecurrentDecoder,
-    head: Box<dyn OutputLayer>,
-    varmap: VarMap,
-    device: Device,
+    base: Base,
 }
 
 impl Captioner {
@@ -50,16 +47,14 @@ impl Captioner {
             embedding: recipe.embedding(),
             layers: recipe.layers,
             decoder: RecurrentDecoder::new(vocab, recipe, "embedding", vb.clone())?,
-            head: sizes.build(kind, 0.0, None, vb.pp("head"))?,
-            device: device.clone(),
-            varmap,
+            base: Base { head: sizes.build(kind, 0.0, None, vb.pp("head"))?, varmap, device: device.clone() },
             setting,
         };
         // Values keep their scale from layer to layer, also through the rectifiers, which halve the variance.
         let even_bound = |inputs: usize| (3.0 / inputs as f64).sqrt();
         let shapes: HashMap<String, Vec<usize>> =
-            init::sorted(&model.varmap).into_iter().map(|(name, var)| (name, var.dims().to_vec())).collect();
-        init::uniform(&model.varmap, recipe.seed, |name| match name {
+            init::sorted(model.varmap()).into_iter().map(|(name, var)| (name, var.dims().to_vec())).collect();
+        init::uniform(model.varmap(), recipe.seed, |name| match name {
             "embedding.weight" | "encoder.positions" => 1.0,
             "head.decoder.weight" => even_bound(sizes.decoder_width(kind)),
             "head.decoder.bias" => 0.0,
@@ -71,7 +66,7 @@ impl Captioner {
             name if name.starts_with("attention.") || name == "head.latent.weight" => even_bound(hidden),
             _ => 1.0 / (hidden as f64).sqrt(),
         })?;
-        sizes.start_alike(&model.varmap, recipe.spread)?;
+        sizes.start_alike(model.varmap(), recipe.spread)?;
         Ok(model)
     }
 
@@ -109,10 +104,10 @@ impl Captioner {
     /// Returns the decoder's initial state for these images: from the mean of their features.
     pub(crate) fn encode(&self, images: &[usize]) -> Result<State> {
         let rows: Vec<u32> = images.iter().map(|&image| image as u32).collect();
-        let images = self.setting.images.index_select(&Tensor::new(rows, &self.device)?, 0)?;
+        let images = self.setting.images.index_select(&Tensor::new(rows, self.device())?, 0)?;
         let features = self.encoder.forward(&images, self.setting.blind)?;
         let (batch, positions, _) = features.dims3()?;
-        let mask = Tensor::zeros((batch, 1, positions), features.dtype(), &self.device)?;
+        let mask = Tensor::zeros((batch, 1, positions), features.dtype(), self.device())?;
         let mean = features.mean(1)?;
         self.decoder.start(features, &mean, mask)
     }
@@ -132,16 +127,8 @@ impl Model for Captioner {
     type State = ();
     const IGNORED: i64 = PAD as i64;
 
-    fn head(&self) -> &dyn OutputLayer {
-        self.head.as_ref()
-    }
-
-    fn varmap(&self) -> &VarMap {
-        &self.varmap
-    }
-
-    fn device(&self) -> &Device {
-        &self.device
+    fn base(&self) -> &Base {
+        &self.base
     }
 
     fn settings(&self) -> Vec<(&'static str, String)> {
@@ -180,8 +167,8 @@ impl Model for Captioner {
         let mut images = caption_images.clone();
         images.dedup();
         let row = |image: &usize| images.iter().position(|other| other == image).map_or(0, |row| row as u32);
-        let rows = Tensor::new(caption_images.iter().map(row).collect::<Vec<_>>(), &self.device)?;
-        let (inputs, targets) = inputs_and_targets(&captions, &self.device)?;
+        let rows = Tensor::new(caption_images.iter().map(row).collect::<Vec<_>>(), self.device())?;
+        let (inputs, targets) = inputs_and_targets(&captions, self.device())?;
         let hidden = self.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
         Ok(Forward { hidden, targets, penalty: None })
     }

@@ -101,19 +101,13 @@ pub(crate) fn table(rows: &[Row], scored: &str) -> String {
 pub(crate) fn json(row: &Row, rows: &[Row], scored: &str, floor: Option<f64>) -> Value {
     let trained = row.more.as_ref();
     let scores = trained.map(|trained| &trained.scores);
-    json!({
-        "head": row.kind.name(),
-        "name": row.kind.name(),
+    row.json(json!({
         "units": trained.map(|trained| trained.units),
         "blind": trained.map(|trained| trained.blind),
         "vocab_size": trained.map(|trained| trained.vocab_size),
         "components": trained.map(|trained| trained.components),
-        "parameters": row.parameters,
         "epochs": row.history.len(),
-        "valid_nll": row.valid_nll,
-        "valid_perplexity": row.valid_nll.exp(),
         "floor_nll": floor,
-        "tokens_per_second": row.tokens_per_second,
         "seconds_per_batch": trained.map(|trained| trained.seconds_per_batch),
         "peak_mib": trained.map(|trained| trained.peak_mib),
         "slowdown": slowdown(row, rows),
@@ -125,5 +119,5 @@ pub(crate) fn json(row: &Row, rows: &[Row], scored: &str, floor: Option<f64>) ->
             "cider": scores.cider,
             "right": scores.right,
         })),
-    })
+    }))
 }

@@ -21,7 +21,7 @@ use candle_core::Device;
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use clap::{Parser, ValueEnum};
 use lab::memory::Peak;
-use lab::report::{self, number};
+use lab::report::{self, median, number};
 use lab::values::{above_zero, positive};
 use lab::Result;
 use model::Config;
@@ -192,6 +192,8 @@ fn train(args: &Args, output: Output, show: impl Fn(usize, f64)) -> Result<Value
         tuned.save(path)?;
         text.save_tokenizer(&path.with_extension("tokenizer.json"))?;
     }
+    // The first step also waits for memory.
+    let later = &seconds[usize::from(seconds.len() > 1)..];
     Ok(json!({
         "output": output.name(),
         "text": text.name,
@@ -199,19 +201,10 @@ fn train(args: &Args, output: Output, show: impl Fn(usize, f64)) -> Result<Value
         "parameters": tuned.variables().iter().map(|(_, var)| var.elem_count()).sum::<usize>(),
         "trained": trained.iter().map(|var| var.elem_count()).sum::<usize>(),
         "positions": batch * positions,
-        "seconds": median(seconds),
+        "seconds": median(later),
         "peak_mib": peak_mib,
         "losses": losses,
     }))
-}
-
-/// Returns the median of the steps after the first, which also waits for memory.
-fn median(mut seconds: Vec<f64>) -> Option<f64> {
-    if seconds.len() > 1 {
-        seconds.remove(0);
-    }
-    seconds.sort_by(f64::total_cmp);
-    seconds.get(seconds.len() / 2).copied()
 }
 
 fn numbers(line: &Value, key: &str) -> Vec<f64> {

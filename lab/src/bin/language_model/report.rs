@@ -59,15 +59,9 @@ pub(crate) fn summary(rows: &[Row], entropy: Option<f64>) -> Option<String> {
 }
 
 pub(crate) fn json(row: &Row, rows: &[Row], entropy: Option<f64>) -> Value {
-    json!({
-        "head": row.kind.name(),
-        "name": row.kind.name(),
-        "parameters": row.parameters,
-        "valid_nll": row.valid_nll,
-        "valid_perplexity": row.valid_nll.exp(),
+    row.json(json!({
         "test_perplexity": row.more.flatten().map(f64::exp),
-        "tokens_per_second": row.tokens_per_second,
         "slowdown": slowdown(row, rows),
         "nats_above_entropy": entropy.map(|entropy| row.valid_nll - entropy),
-    })
+    }))
 }

@@ -23,6 +23,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use kept::Kept;
 use lab::memory::{keep_pool, Peak};
+use lab::report::median;
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{Distributions, LossOptions, Mixture, Precision};
 use output::System;
@@ -31,13 +32,7 @@ use serde_json::json;
 use steps::{composed_step, constant_mixture, detached_mixture, fused_step, Leaves};
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    lab::exit_code(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
@@ -310,10 +305,6 @@ fn pipelined(reps: usize, device: &Device, mut step: impl FnMut() -> Result<Opti
     }
     device.synchronize()?;
     Ok(Some(start.elapsed().as_secs_f64() / reps as f64))
-}
-
-fn median(times: &[f64]) -> f64 {
-    times[times.len() / 2]
 }
 
 #[cfg(test)]

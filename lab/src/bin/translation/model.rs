@@ -10,10 +10,9 @@ use crate::vocabulary::PAD;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use lab::head::{HeadKind, HeadSizes};
-use lab::model::{Forward, Model, Pass};
+use lab::model::{Base, Forward, Model, Pass};
 use lab::transformer::DecoderState;
 use lab::{init, recipe::Recipe, recurrent_decoder, Result};
-use mos_head::OutputLayer;
 use rand::rngs::StdRng;
 
 pub(crate) struct Seq2Seq {
@@ -23,9 +22,7 @@ pub(crate) struct Seq2Seq {
     embedding: usize,
     layers: usize,
     body: Body,
-    head: Box<dyn OutputLayer>,
-    varmap: VarMap,
-    device: Device,
+    base: Base,
 }
 
 /// The model below the output layer.
@@ -70,8 +67,8 @@ impl Seq2Seq {
         })?;
         init::ones(&varmap, |name| name.ends_with("norm.weight"))?;
         sizes.start_alike(&varmap, recipe.spread)?;
-        let (embedding, device) = (recipe.embedding(), device.clone());
-        Ok(Self { setting, kind, sizes, embedding, layers, body, head, varmap, device })
+        let base = Base { head, varmap, device: device.clone() };
+        Ok(Self { setting, kind, sizes, embedding: recipe.embedding(), layers, body, base })
     }
 
     /// Returns the decoder's initial state.
@@ -108,16 +105,8 @@ impl Model for Seq2Seq {
     type State = ();
     const IGNORED: i64 = PAD as i64;
 
-    fn head(&self) -> &dyn OutputLayer {
-        self.head.as_ref()
-    }
-
-    fn varmap(&self) -> &VarMap {
-        &self.varmap
-    }
-
-    fn device(&self) -> &Device {
-        &self.device
+    fn base(&self) -> &Base {
+        &self.base
     }
 
     fn settings(&self) -> Vec<(&'static str, String)> {
@@ -149,7 +138,7 @@ impl Model for Seq2Seq {
     }
 
     fn forward(&self, pairs: &[Encoded], chosen: &Vec<usize>, _: &mut (), rng: Option<&mut StdRng>) -> Result<Forward> {
-        let batch = Batch::new(pairs, chosen, &self.device)?;
+        let batch = Batch::new(pairs, chosen, self.device())?;
         Ok(Forward { hidden: self.hidden(&batch, rng)?, targets: batch.targets, penalty: None })
     }
 }

@@ -105,25 +105,19 @@ pub(crate) fn json(row: &Row, rows: &[Row]) -> Value {
     let measures = trained.iter().flat_map(|trained| &trained.measures);
     let scores: Map<String, Value> =
         measures.map(|(name, value)| (name.to_lowercase().replace([' ', '-'], "_"), json!(value))).collect();
-    json!({
-        "head": row.kind.name(),
-        "name": row.kind.name(),
+    row.json(json!({
         "vocab": trained.map(|trained| trained.vocab),
         "vocab_size": trained.map(|trained| trained.vocab_size),
         "components": trained.map(|trained| trained.components),
-        "parameters": row.parameters,
         "epochs": row.history.len(),
-        "valid_nll": row.valid_nll,
-        "valid_perplexity": row.valid_nll.exp(),
         "test_nll": test_nll,
         "test_perplexity": test_nll.map(f64::exp),
-        "tokens_per_second": row.tokens_per_second,
         "seconds_per_batch": trained.map(|trained| trained.seconds_per_batch),
         "peak_mib": trained.map(|trained| trained.peak_mib),
         "slowdown": slowdown(row, rows),
         "scores_of": if test_nll.is_some() { "test" } else { "valid" },
         "scores": scores,
-    })
+    }))
 }
 
 #[cfg(test)]

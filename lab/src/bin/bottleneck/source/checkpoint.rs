@@ -1,6 +1,6 @@
 //! The head and the hidden states of a checkpoint of `language_model`.
 
-use super::{named, Head, Origin, Source, Text};
+use super::{named, Decoder, Head, Origin, Source, Text};
 use crate::args::Args;
 use candle_core::{Device, Tensor};
 use lab::batches::{Streams, IGNORED};
@@ -31,7 +31,8 @@ pub(super) fn open(path: &Path, args: &Args) -> Result<Source> {
     let tensor = |name: &str| -> Result<Tensor> { Ok(named(&checkpoint, path, name)?.to_dtype(dtype)?) };
     let tied = checkpoint.optional("tied")?.unwrap_or(false);
     let decoder = if tied { "embedding.weight" } else { "head.decoder.weight" };
-    let (weight, bias) = (tensor(decoder)?, Some(tensor("head.decoder.bias")?));
+    let decoder = Decoder { weight: tensor(decoder)?, bias: Some(tensor("head.decoder.bias")?) };
+    let (weight, bias) = (decoder.weight.clone(), decoder.bias.clone());
     let width = weight.dim(1)?;
     let (layer, prior_weight): (Box<dyn MixtureLayer>, _) = match kind {
         HeadKind::Softmax => (Box::new(SoftmaxHead::from_tensors(weight, bias)?), None),
@@ -56,7 +57,7 @@ pub(super) fn open(path: &Path, args: &Args) -> Result<Source> {
     Ok(Source {
         name: path.display().to_string(),
         head: Some(Head { kind, width }),
-        origin: Origin::Model { layer, hidden: hidden.to_dtype(dtype)?, prior_weight },
+        origin: Origin::Model { layer, decoder, hidden: hidden.to_dtype(dtype)?, prior_weight },
         targets,
         text: Some(Text { corpus, ids, places }),
         epsilon: args.dtype.epsilon(),

@@ -1,6 +1,6 @@
 //! A safetensors file that any program may have written, whose tensors have a row for each position.
 
-use super::named;
+use super::{named, values};
 use candle_core::{DType, Device, Tensor};
 use lab::checkpoint::Checkpoint;
 use lab::Result;
@@ -71,7 +71,7 @@ impl<'a> File<'a> {
     /// Fails if a chosen row `[.., ..]` of a tensor has NaN or an infinity.
     pub(super) fn check_finite(&self, key: &str, rows: &Tensor, positions: &Positions) -> Result<()> {
         for (i, row) in positions.chosen.iter().enumerate() {
-            let values = values(rows, i)?;
+            let values = values(&rows.get(i)?)?;
             if let Some(value) = values.iter().find(|value| !value.is_finite()) {
                 return Err(self.error(format!("row {row} of {key} has {value}, expected finite numbers")));
             }
@@ -82,7 +82,7 @@ impl<'a> File<'a> {
     /// Fails if the probabilities of a chosen row do not sum to one.
     pub(super) fn check_sums(&self, key: &str, log_probs: &Tensor, positions: &Positions, hint: &str) -> Result<()> {
         for (i, row) in positions.chosen.iter().enumerate() {
-            let sum: f64 = values(log_probs, i)?.iter().map(|value| value.exp()).sum();
+            let sum: f64 = values(&log_probs.get(i)?)?.iter().map(|value| value.exp()).sum();
             // NaN is not within it.
             let is_within = (sum - 1.0).abs() <= TOLERANCE;
             if !is_within {
@@ -93,10 +93,6 @@ impl<'a> File<'a> {
         }
         Ok(())
     }
-}
-
-fn values(rows: &Tensor, i: usize) -> Result<Vec<f64>> {
-    Ok(rows.get(i)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The softmax, or the mixture of softmaxes, of two files: a decoder, and hidden states or contexts.
 
 use super::file::{File, Positions};
-use super::{Head, Origin, Source};
+use super::{Decoder, Head, Origin, Source};
 use crate::args::Args;
 use candle_core::Tensor;
 use lab::head::HeadKind;
@@ -44,8 +44,10 @@ pub(super) fn open(path: &Path, weight_key: &str, states: &Path, args: &Args) ->
         origin: Origin::Mixture {
             contexts,
             log_priors,
-            weight: weight.to_dtype(dtype)?,
-            bias: bias.map(|bias| bias.to_dtype(dtype)).transpose()?,
+            decoder: Decoder {
+                weight: weight.to_dtype(dtype)?,
+                bias: bias.map(|bias| bias.to_dtype(dtype)).transpose()?,
+            },
         },
         targets,
         text: None,

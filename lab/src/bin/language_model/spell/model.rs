@@ -2,17 +2,16 @@
 
 use super::spellings::{Group, Spellings};
 use super::word::Word;
-use candle_core::{DType, Device, Module, Tensor};
+use candle_core::{DType, Module, Tensor};
 use candle_nn::rnn::LSTMState;
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap};
 use lab::batches::IGNORED;
 use lab::head::HeadKind;
 use lab::language_model::TextBatch;
-use lab::model::{Forward, Model, Part, Pass};
+use lab::model::{Base, Forward, Model, Part, Pass};
 use lab::recurrent::{self, Lstm, LstmDropout};
 use lab::sizes::{InitialValues, Sizes};
 use lab::{init, recipe::Recipe, Result};
-use mos_head::OutputLayer;
 use rand::rngs::StdRng;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -28,8 +27,7 @@ pub(crate) struct Speller {
     embedding: Embedding,
     condition: Linear,
     lstm: Lstm,
-    head: Box<dyn OutputLayer>,
-    varmap: VarMap,
+    base: Base,
 }
 
 impl Speller {
@@ -48,7 +46,8 @@ impl Speller {
             name => InitialValues::Even.bound(name, kind, sizes),
         })?;
         sizes.head.start_alike(&varmap, recipe.spread)?;
-        Ok(Self { kind, sizes, word, spellings, embedding, condition, lstm, head, varmap })
+        let base = Base { head, varmap, device: word.model.device().clone() };
+        Ok(Self { kind, sizes, word, spellings, embedding, condition, lstm, base })
     }
 
     /// Computes projections `[n, units]` of hidden states `[n, hidden]` of the word model.
@@ -88,7 +87,7 @@ impl Speller {
     pub(crate) fn step(&self, last: &Tensor, conditions: &Tensor, states: &mut [LSTMState]) -> Result<Tensor> {
         let outputs = self.outputs(&last.unsqueeze(1)?, conditions, states, None)?;
         recurrent::detach(states);
-        Ok(self.head.log_probs(&outputs.squeeze(1)?.detach())?.detach())
+        Ok(self.head().log_probs(&outputs.squeeze(1)?.detach())?.detach())
     }
 
     /// Computes hidden states `[n, steps, units]` from characters `[n, steps]` and conditions `[n, units]`.
@@ -113,16 +112,8 @@ impl Model for Speller {
     type State = Vec<Vec<LSTMState>>;
     const IGNORED: i64 = IGNORED;
 
-    fn head(&self) -> &dyn OutputLayer {
-        self.head.as_ref()
-    }
-
-    fn varmap(&self) -> &VarMap {
-        &self.varmap
-    }
-
-    fn device(&self) -> &Device {
-        self.word.model.device()
+    fn base(&self) -> &Base {
+        &self.base
     }
 
     fn settings(&self) -> Vec<(&'static str, String)> {

@@ -60,14 +60,9 @@ pub(super) fn table(words: &WordModelResults, rows: &[Outcome<Spelled>]) -> Stri
 
 pub(super) fn json(words: &WordModelResults, row: &Outcome<Spelled>) -> Value {
     let mass = row.more.as_ref().and_then(|spelled| spelled.mass);
-    json!({
-        "head": row.kind.name(),
+    row.json(json!({
         "name": format!("characters, {}", row.kind.name()),
-        "parameters": row.parameters,
-        "valid_nll": row.valid_nll,
-        "valid_perplexity": row.valid_nll.exp(),
         "test_perplexity": row.more.as_ref().and_then(|spelled| spelled.test_nll).map(f64::exp),
-        "tokens_per_second": row.tokens_per_second,
         "positions": words.positions,
         "sample_perplexity": mass.map(|mass| mass.nll.exp()),
         "vocabulary_mass": mass.map(|mass| mass.log_mass.exp()),
@@ -79,5 +74,5 @@ pub(super) fn json(words: &WordModelResults, row: &Outcome<Spelled>) -> Value {
             "test_perplexity": words.test_nll.map(f64::exp),
             "sample_perplexity": words.sample_nll.map(f64::exp),
         },
-    })
+    }))
 }

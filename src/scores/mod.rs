@@ -1,6 +1,7 @@
 //! Scores of token ids, with gradients: their log-probabilities, the entropy of the distribution, and the mass outside
-//! the ids; and the policy losses, which are functions of scores ([`policy`]).
+//! the ids; their sums over sequences; and the policy losses, which are functions of scores ([`policy`]).
 
+mod by_sequence;
 mod chunk_terms;
 mod composed;
 pub(crate) mod policy;

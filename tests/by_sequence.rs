@@ -1,0 +1,174 @@
+//! Sums and means of log-probabilities by sequence equal plain loops in f64.
+
+#[path = "common/values.rs"]
+mod values;
+
+use std::collections::BTreeMap;
+
+use approx::{assert_abs_diff_eq, assert_relative_eq};
+use candle_core::{DType, Device, Tensor, Var};
+use mos_head::score::{ScoreOptions, Scores};
+use mos_head::{Error, OutputLayer, Result, SoftmaxHead};
+use values::{central_differences, gradient, gradients, numbers, uniform};
+
+const BATCH: usize = 4;
+const SEQ: usize = 5;
+const HIDDEN: usize = 3;
+const VOCAB: usize = 7;
+
+/// The last sequence has no position that counts. A mask may have any number in place of one.
+const MASK: [[u8; SEQ]; BATCH] = [[1, 1, 1, 1, 1], [0, 0, 1, 2, 1], [0, 255, 0, 0, 0], [0, 0, 0, 0, 0]];
+
+fn token_ids() -> Result<Tensor> {
+    let ids = (0..BATCH * SEQ).map(|i| (i * 5 % VOCAB) as u32).collect();
+    Ok(Tensor::from_vec(ids, (BATCH, SEQ), &Device::Cpu)?)
+}
+
+fn mask() -> Result<Tensor> {
+    Ok(Tensor::new(&MASK, &Device::Cpu)?)
+}
+
+/// The scores of the ids under a softmax of this weight.
+fn scores(hidden: &Tensor, weight: &Tensor) -> Result<Scores> {
+    SoftmaxHead::from_tensors(weight.clone(), None)?.score(hidden, &token_ids()?, &ScoreOptions::new())
+}
+
+/// Sums and means in plain loops.
+fn expected(log_prob: &Tensor) -> Result<(Vec<f64>, Vec<f64>)> {
+    let (mut sums, mut means) = (Vec::new(), Vec::new());
+    for (row, mask) in log_prob.to_dtype(DType::F64)?.to_vec2::<f64>()?.iter().zip(MASK) {
+        let (mut sum, mut count) = (0.0, 0.0);
+        for (x, counts) in row.iter().zip(mask) {
+            if counts != 0 {
+                sum += x;
+                count += 1.0;
+            }
+        }
+        sums.push(sum);
+        means.push(if count == 0.0 { 0.0 } else { sum / count });
+    }
+    Ok((sums, means))
+}
+
+#[test]
+fn sums_and_means_equal_plain_loops() -> Result<()> {
+    let (hidden, weight) = (uniform(&[BATCH, SEQ, HIDDEN], 2.0, 1)?, uniform(&[VOCAB, HIDDEN], 2.0, 2)?);
+    for (dtype, tolerance) in [(DType::F64, 1e-14), (DType::F32, 1e-6), (DType::BF16, 1e-6)] {
+        let scores = scores(&hidden.to_dtype(dtype)?, &weight.to_dtype(dtype)?)?;
+        let (sums, means) = expected(&scores.log_prob)?;
+        assert!(sums[..3].iter().all(|&x| x < -0.1) && sums[3] == 0.0, "{sums:?}");
+        for mask_dtype in [DType::U8, DType::U32, DType::I64] {
+            let mask = mask()?.to_dtype(mask_dtype)?;
+            let strided = mask.t()?.contiguous()?.t()?;
+            for mask in [mask, strided] {
+                let (found_sums, found_means) = (scores.sum_by_sequence(&mask)?, scores.mean_by_sequence(&mask)?);
+                assert_eq!([found_sums.dtype(), found_means.dtype()], [scores.log_prob.dtype(); 2]);
+                assert_eq!([found_sums.dims(), found_means.dims()], [[BATCH]; 2]);
+                assert_relative_eq!(numbers(&found_sums), sums, max_relative = tolerance);
+                assert_relative_eq!(numbers(&found_means), means, max_relative = tolerance);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_equal_central_differences() -> Result<()> {
+    let shapes = [("hidden", vec![BATCH, SEQ, HIDDEN]), ("weight", vec![VOCAB, HIDDEN])];
+    let mut values = BTreeMap::new();
+    for (seed, (name, shape)) in (1..).zip(&shapes) {
+        values.insert(*name, numbers(&uniform(shape, 2.0, seed)?).into_vec());
+    }
+    let factors = uniform(&[BATCH], 2.0, 3)?;
+    for is_mean in [false, true] {
+        let value = |scores: &Scores| -> Result<Tensor> {
+            let mask = mask()?;
+            let by_sequence = if is_mean { scores.mean_by_sequence(&mask)? } else { scores.sum_by_sequence(&mask)? };
+            Ok((by_sequence * &factors)?.sum_all()?)
+        };
+        let variables = |values: &BTreeMap<&str, Vec<f64>>| -> Result<Vec<Var>> {
+            let tensor = |(name, shape): &(&str, Vec<usize>)| {
+                Ok(Var::from_tensor(&Tensor::from_vec(values[name].clone(), &shape[..], &Device::Cpu)?)?)
+            };
+            shapes.iter().map(tensor).collect()
+        };
+        let of_values = |values: &BTreeMap<&str, Vec<f64>>| {
+            let variables = variables(values)?;
+            Ok(value(&scores(&variables[0], &variables[1])?)?.to_scalar::<f64>()?)
+        };
+        let slopes = central_differences(&values, 1e-5, of_values)?;
+        let variables = variables(&values)?;
+        let scores = scores(&variables[0], &variables[1])?;
+        for store in [value(&scores)?.backward()?, scores.backward(&value(&scores)?)?] {
+            for (variable, (name, _)) in variables.iter().zip(&shapes) {
+                let found = gradient(&store, variable).expect("a gradient").named(*name);
+                assert_abs_diff_eq!(found, slopes[name], epsilon = 1e-8);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What is impossible where it does not count changes neither a value nor a gradient.
+#[test]
+fn a_position_that_does_not_count_may_be_impossible() -> Result<()> {
+    let weight = Var::from_tensor(&uniform(&[VOCAB, HIDDEN], 2.0, 2)?)?;
+    let bias = Tensor::new(&[f64::NEG_INFINITY, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], &Device::Cpu)?;
+    let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), Some(bias))?;
+    let hidden = Var::from_tensor(&uniform(&[2, 2, HIDDEN], 2.0, 1)?)?;
+    let mask = Tensor::new(&[[0u8, 1], [1, 1]], &Device::Cpu)?;
+    let by_sequence = |ids: &[[u32; 2]; 2]| -> Result<_> {
+        let scores = head.score(&hidden, &Tensor::new(ids, &Device::Cpu)?, &ScoreOptions::new())?;
+        let both = (scores.sum_by_sequence(&mask)? + scores.mean_by_sequence(&mask)?)?;
+        let store = scores.backward(&both.sum_all()?)?;
+        Ok((scores.log_prob.to_vec2::<f64>()?, numbers(&both), gradients(&store, [&*hidden, &*weight])))
+    };
+    let (log_prob, impossible, gradients_of_impossible) = by_sequence(&[[0, 1], [2, 3]])?;
+    let (_, possible, gradients_of_possible) = by_sequence(&[[5, 1], [2, 3]])?;
+    assert_eq!(log_prob[0][0], f64::NEG_INFINITY);
+    assert!(impossible.iter().all(|x| x.is_finite()), "{impossible:?}");
+    assert_eq!(impossible, possible);
+    for (found, expected) in gradients_of_impossible.iter().zip(&gradients_of_possible) {
+        assert_abs_diff_eq!(*found, **expected, epsilon = 1e-14);
+    }
+    let (_, counted, _) = by_sequence(&[[5, 0], [2, 3]])?;
+    assert_eq!((counted[0], counted[1]), (f64::NEG_INFINITY, possible[1]));
+    Ok(())
+}
+
+#[test]
+fn there_may_be_no_sequences_and_no_positions() -> Result<()> {
+    let head = SoftmaxHead::from_tensors(uniform(&[VOCAB, HIDDEN], 2.0, 2)?.to_dtype(DType::F32)?, None)?;
+    for (batch, seq) in [(0, 3), (2, 0), (0, 0)] {
+        let hidden = Tensor::zeros((batch, seq, HIDDEN), DType::F32, &Device::Cpu)?;
+        let ids = Tensor::zeros((batch, seq), DType::U32, &Device::Cpu)?;
+        let scores = head.score(&hidden, &ids, &ScoreOptions::new())?;
+        for found in [scores.sum_by_sequence(&ids)?, scores.mean_by_sequence(&ids)?] {
+            assert_eq!(found.to_vec1::<f32>()?, vec![0f32; batch]);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn errors_name_what_does_not_fit() -> Result<()> {
+    let (hidden, weight) = (uniform(&[BATCH, SEQ, HIDDEN], 2.0, 1)?, uniform(&[VOCAB, HIDDEN], 2.0, 2)?);
+    let scores = scores(&hidden, &weight)?;
+    let head = SoftmaxHead::from_tensors(weight, None)?;
+    let candidates = Tensor::zeros((BATCH, SEQ, 2), DType::U32, &Device::Cpu)?;
+    let of_candidates = head.score(&hidden, &candidates, &ScoreOptions::new())?;
+    let short = mask()?.narrow(1, 0, SEQ - 1)?;
+    let float = mask()?.to_dtype(DType::F32)?;
+    for (scores, mask, message) in [
+        (&scores, short, "mask: expected shape [4, 5], got [4, 4]"),
+        (&scores, float, "mask: expected dtype u8, u32 or i64, got F32"),
+        (&of_candidates, mask()?, "log_prob: expected shape [batch, seq], got [4, 5, 2]"),
+    ] {
+        for result in [scores.sum_by_sequence(&mask), scores.mean_by_sequence(&mask)] {
+            let error = result.expect_err(message);
+            assert!(matches!(error, Error::Shape { .. } | Error::DType { .. }), "{error:?}");
+            assert_eq!(error.to_string(), message);
+        }
+    }
+    Ok(())
+}

@@ -1,5 +1,9 @@
-//! Sums and means of log-probabilities by sequence equal plain loops in f64.
+//! Sums and means of log-probabilities by sequence equal plain loops in f64, and the loss of the example of direct
+//! preference optimization equals its formula.
 
+#[path = "../examples/dpo.rs"]
+#[allow(dead_code)]
+mod dpo;
 #[path = "common/values.rs"]
 mod values;
 
@@ -170,5 +174,32 @@ fn errors_name_what_does_not_fit() -> Result<()> {
             assert_eq!(error.to_string(), message);
         }
     }
+    Ok(())
+}
+
+/// The loss of the example equals the formula, also where it would overflow, and where the policy is the reference.
+#[test]
+fn the_loss_of_preferences_is_the_formula() -> Result<()> {
+    let beta = 0.3;
+    let policy = [-3.0, -1.0, -2.0, -900.0, -5.0, -1.5, -4.0, -2.0, -7.0, -5.0];
+    let reference = [-2.5, -1.0, -8000.0, -1.0, -5.0, -1.0, -6.0, -1.0, -2.0, -5.0];
+    let policy = Var::from_tensor(&Tensor::new(&policy, &Device::Cpu)?)?;
+    let (loss, rewards) = dpo::dpo_loss(&policy, &Tensor::new(&reference, &Device::Cpu)?, beta)?;
+    let (policy_sums, pairs) = (policy.to_vec1::<f64>()?, 5);
+    let rewarded: Vec<f64> = policy_sums.iter().zip(reference).map(|(p, r)| beta * (p - r)).collect();
+    assert_abs_diff_eq!(numbers(&rewards), rewarded, epsilon = 1e-12);
+    let (mut sum, mut slopes) = (0.0, vec![0.0; 2 * pairs]);
+    for i in 0..pairs {
+        let margin = rewarded[i] - rewarded[pairs + i];
+        // The logarithm of the sigmoid, as far as numbers in f64 have it.
+        sum += if margin < -30.0 { -margin } else { (-margin).exp().ln_1p() };
+        let slope = beta / (1.0 + margin.exp()) / pairs as f64;
+        slopes[i] = -slope;
+        slopes[pairs + i] = slope;
+    }
+    assert!((rewarded[4], rewarded[9]) == (0.0, 0.0) && rewarded[2] > 2000.0 && rewarded[3] < -200.0, "{rewarded:?}");
+    assert_relative_eq!(loss.to_scalar::<f64>()?, sum / pairs as f64, max_relative = 1e-12);
+    let found = gradient(&loss.backward()?, &policy).expect("a gradient");
+    assert_abs_diff_eq!(found, slopes, epsilon = 1e-14);
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Sums and means of log-probabilities by sequence equal plain loops in f64, and the loss of the example of direct
-//! preference optimization equals its formula.
+//! Sums and means of log-probabilities by sequence equal plain loops in f64, and the losses that are made of them equal
+//! their formulas: that of the example of direct preference optimization, and that of several future tokens.
 
 #[path = "../examples/dpo.rs"]
 #[allow(dead_code)]
@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var};
 use mos_head::score::{ScoreOptions, Scores};
-use mos_head::{Error, OutputLayer, Result, SoftmaxHead};
+use mos_head::{Error, LossOptions, OutputLayer, Reduction, Result, SoftmaxHead};
 use values::{central_differences, gradient, gradients, numbers, uniform};
 
 const BATCH: usize = 4;
@@ -201,5 +201,49 @@ fn the_loss_of_preferences_is_the_formula() -> Result<()> {
     assert_relative_eq!(loss.to_scalar::<f64>()?, sum / pairs as f64, max_relative = 1e-12);
     let found = gradient(&loss.backward()?, &policy).expect("a gradient");
     assert_abs_diff_eq!(found, slopes, epsilon = 1e-14);
+    Ok(())
+}
+
+/// One call over the rows of all depths, weighted by position, has the value and the gradients of the separate losses
+/// (DeepSeek-V3, arXiv 2412.19437, equations 24 and 25, with the loss of the next token).
+#[test]
+fn several_future_tokens_are_one_loss() -> Result<()> {
+    const DEPTHS: usize = 2;
+    let (lambda, tokens) = (0.3, (BATCH * (SEQ - 1)) as f64);
+    let weight = Var::from_tensor(&uniform(&[VOCAB, HIDDEN], 2.0, 2)?)?;
+    let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+    let ids = token_ids()?;
+    // Depth 0 predicts the next token; each depth has a position less than the one before.
+    let (mut hidden, mut targets, mut weights) = (Vec::new(), Vec::new(), Vec::new());
+    for depth in 0..=DEPTHS {
+        let length = SEQ - 1 - depth;
+        let states = uniform(&[BATCH, length, HIDDEN], 2.0, 10 + depth as u64)?;
+        hidden.push(Var::from_tensor(&states)?);
+        targets.push(ids.narrow(1, 1 + depth, length)?);
+        let factor = if depth == 0 { 1.0 } else { lambda / DEPTHS as f64 };
+        weights.push(vec![factor / tokens; BATCH * length]);
+    }
+
+    let mut separate = Tensor::zeros((), DType::F64, &Device::Cpu)?;
+    for (depth, (hidden, targets)) in hidden.iter().zip(&targets).enumerate() {
+        let loss = head.loss(hidden, targets, &LossOptions::new().with_denominator(tokens))?.value;
+        separate = (separate + (loss * if depth == 0 { 1.0 } else { lambda / DEPTHS as f64 })?)?;
+    }
+
+    let rows = hidden.iter().map(|hidden| hidden.flatten(0, 1)).collect::<candle_core::Result<Vec<_>>>()?;
+    let ids = targets.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
+    let options = LossOptions::new()
+        .with_position_weights(Tensor::new(weights.concat(), &Device::Cpu)?)
+        .with_reduction(Reduction::Sum);
+    let together = head.loss(&Tensor::cat(&rows, 0)?, &Tensor::cat(&ids, 0)?, &options)?;
+
+    assert_relative_eq!(together.value.to_scalar::<f64>()?, separate.to_scalar::<f64>()?, max_relative = 1e-13);
+    let variables: Vec<&Tensor> = hidden.iter().chain([&weight]).map(Var::as_tensor).collect();
+    let found = gradients(&together.backward()?, variables.iter().copied());
+    let expected = gradients(&separate.backward()?, variables.iter().copied());
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!(found.len() >= VOCAB * HIDDEN, "{found:?}");
+        assert_abs_diff_eq!(*found, **expected, epsilon = 1e-14);
+    }
     Ok(())
 }

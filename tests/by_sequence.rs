@@ -1,19 +1,19 @@
 //! Sums and means of log-probabilities by sequence equal plain loops in f64, and the losses that are made of them equal
 //! their formulas: that of the example of direct preference optimization, and that of several future tokens.
 
+mod common;
 #[path = "../examples/dpo.rs"]
 #[allow(dead_code)]
 mod dpo;
-#[path = "common/values.rs"]
-mod values;
 
 use std::collections::BTreeMap;
 
 use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var};
+use common::values::{central_differences, gradient, gradients, numbers, uniform};
+use common::{dtypes, exact, on_each_device};
 use mos_head::score::{ScoreOptions, Scores};
 use mos_head::{Error, LossOptions, OutputLayer, Reduction, Result, SoftmaxHead};
-use values::{central_differences, gradient, gradients, numbers, uniform};
 
 const BATCH: usize = 4;
 const SEQ: usize = 5;
@@ -34,13 +34,14 @@ fn mask() -> Result<Tensor> {
 
 /// The scores of the ids under a softmax of this weight.
 fn scores(hidden: &Tensor, weight: &Tensor) -> Result<Scores> {
-    SoftmaxHead::from_tensors(weight.clone(), None)?.score(hidden, &token_ids()?, &ScoreOptions::new())
+    let ids = token_ids()?.to_device(hidden.device())?;
+    SoftmaxHead::from_tensors(weight.clone(), None)?.score(hidden, &ids, &ScoreOptions::new())
 }
 
 /// Sums and means in plain loops.
-fn expected(log_prob: &Tensor) -> Result<(Vec<f64>, Vec<f64>)> {
+fn expected(log_prob: &Tensor) -> (Vec<f64>, Vec<f64>) {
     let (mut sums, mut means) = (Vec::new(), Vec::new());
-    for (row, mask) in log_prob.to_dtype(DType::F64)?.to_vec2::<f64>()?.iter().zip(MASK) {
+    for (row, mask) in numbers(log_prob).chunks(SEQ).zip(MASK) {
         let (mut sum, mut count) = (0.0, 0.0);
         for (x, counts) in row.iter().zip(mask) {
             if counts != 0 {
@@ -51,29 +52,47 @@ fn expected(log_prob: &Tensor) -> Result<(Vec<f64>, Vec<f64>)> {
         sums.push(sum);
         means.push(if count == 0.0 { 0.0 } else { sum / count });
     }
-    Ok((sums, means))
+    (sums, means)
 }
 
-#[test]
-fn sums_and_means_equal_plain_loops() -> Result<()> {
-    let (hidden, weight) = (uniform(&[BATCH, SEQ, HIDDEN], 2.0, 1)?, uniform(&[VOCAB, HIDDEN], 2.0, 2)?);
-    for (dtype, tolerance) in [(DType::F64, 1e-14), (DType::F32, 1e-6), (DType::BF16, 1e-6)] {
-        let scores = scores(&hidden.to_dtype(dtype)?, &weight.to_dtype(dtype)?)?;
-        let (sums, means) = expected(&scores.log_prob)?;
-        assert!(sums[..3].iter().all(|&x| x < -0.1) && sums[3] == 0.0, "{sums:?}");
-        for mask_dtype in [DType::U8, DType::U32, DType::I64] {
-            let mask = mask()?.to_dtype(mask_dtype)?;
-            let strided = mask.t()?.contiguous()?.t()?;
-            for mask in [mask, strided] {
-                let (found_sums, found_means) = (scores.sum_by_sequence(&mask)?, scores.mean_by_sequence(&mask)?);
-                assert_eq!([found_sums.dtype(), found_means.dtype()], [scores.log_prob.dtype(); 2]);
-                assert_eq!([found_sums.dims(), found_means.dims()], [[BATCH]; 2]);
-                assert_relative_eq!(numbers(&found_sums), sums, max_relative = tolerance);
-                assert_relative_eq!(numbers(&found_means), means, max_relative = tolerance);
+on_each_device! {
+    fn sums_and_means_equal_plain_loops(device: &Device) -> Result<()> {
+        let (hidden, weight) = (uniform(&[BATCH, SEQ, HIDDEN], 2.0, 1)?, uniform(&[VOCAB, HIDDEN], 2.0, 2)?);
+        for &dtype in dtypes(device) {
+            let tolerance = if dtype == DType::F64 { 1e-14 } else { 1e-6 };
+            let of_dtype = |tensor: &Tensor| tensor.to_dtype(dtype)?.to_device(device);
+            let scores = scores(&of_dtype(&hidden)?, &of_dtype(&weight)?)?;
+            let (sums, means) = expected(&scores.log_prob);
+            assert!(sums[..3].iter().all(|&x| x < -0.1) && sums[3] == 0.0, "{sums:?}");
+            for mask_dtype in [DType::U8, DType::U32, DType::I64] {
+                let mask = mask()?.to_dtype(mask_dtype)?.to_device(device)?;
+                let strided = mask.t()?.contiguous()?.t()?;
+                for mask in [mask, strided] {
+                    let (found_sums, found_means) = (scores.sum_by_sequence(&mask)?, scores.mean_by_sequence(&mask)?);
+                    assert_eq!([found_sums.dtype(), found_means.dtype()], [scores.log_prob.dtype(); 2]);
+                    assert_eq!([found_sums.dims(), found_means.dims()], [[BATCH]; 2]);
+                    assert_relative_eq!(numbers(&found_sums), sums, max_relative = tolerance);
+                    assert_relative_eq!(numbers(&found_means), means, max_relative = tolerance);
+                }
             }
         }
+        Ok(())
     }
-    Ok(())
+
+    fn there_may_be_no_sequences_and_no_positions(device: &Device) -> Result<()> {
+        let dtype = exact(device);
+        let head = SoftmaxHead::from_tensors(Tensor::ones((VOCAB, HIDDEN), dtype, device)?, None)?;
+        for (batch, seq) in [(0, 3), (2, 0), (0, 0)] {
+            let hidden = Tensor::zeros((batch, seq, HIDDEN), dtype, device)?;
+            let ids = Tensor::zeros((batch, seq), DType::U32, device)?;
+            let scores = head.score(&hidden, &ids, &ScoreOptions::new())?;
+            for found in [scores.sum_by_sequence(&ids)?, scores.mean_by_sequence(&ids)?] {
+                assert_eq!((found.dims(), found.dtype()), (&[batch][..], dtype));
+                assert!(batch == 0 || numbers(&found) == vec![0.0; batch]);
+            }
+        }
+        Ok(())
+    }
 }
 
 #[test]
@@ -137,20 +156,6 @@ fn a_position_that_does_not_count_may_be_impossible() -> Result<()> {
     }
     let (_, counted, _) = by_sequence(&[[5, 0], [2, 3]])?;
     assert_eq!((counted[0], counted[1]), (f64::NEG_INFINITY, possible[1]));
-    Ok(())
-}
-
-#[test]
-fn there_may_be_no_sequences_and_no_positions() -> Result<()> {
-    let head = SoftmaxHead::from_tensors(uniform(&[VOCAB, HIDDEN], 2.0, 2)?.to_dtype(DType::F32)?, None)?;
-    for (batch, seq) in [(0, 3), (2, 0), (0, 0)] {
-        let hidden = Tensor::zeros((batch, seq, HIDDEN), DType::F32, &Device::Cpu)?;
-        let ids = Tensor::zeros((batch, seq), DType::U32, &Device::Cpu)?;
-        let scores = head.score(&hidden, &ids, &ScoreOptions::new())?;
-        for found in [scores.sum_by_sequence(&ids)?, scores.mean_by_sequence(&ids)?] {
-            assert_eq!(found.to_vec1::<f32>()?, vec![0f32; batch]);
-        }
-    }
     Ok(())
 }
 

@@ -1,15 +1,15 @@
-//! This example is direct preference optimization (Rafailov et al.: *Direct Preference Optimization: Your Language Model
-//! is Secretly a Reward Model*. NeurIPS 2023, arXiv 2305.18290, equation 7): a small model learns from pairs of texts
-//! which of two is preferred.
+//! This example shows direct preference optimization (Rafailov et al.: *Direct Preference Optimization: Your Language
+//! Model is Secretly a Reward Model*. NeurIPS 2023, arXiv 2305.18290, equation 7): a small model learns from pairs of
+//! texts which of two is preferred.
 //!
 //!     cargo run --release --example dpo
 //!
 //! The model first learns a language in which the token t + 1 or the token t + 7 (modulo 50) comes after the token t,
 //! each with probability 1/2. A frozen copy of it is the reference, which writes two continuations of each prompt. The
 //! one with more steps of 7 is chosen, and the other rejected. The reward of a continuation is
-//! `beta (log policy - log reference)`, and a pair is ranked correctly if the chosen one has the larger reward. On pairs
-//! that were held out, the share of such pairs rises from 0 to nearly 1, and nearly all steps of what the model then
-//! writes are steps of 7. The example takes a few seconds on 2 cores.
+//! `beta (log policy - log reference)`, and a pair is ranked correctly if the chosen one has the larger reward. On
+//! pairs that were held out, the share of such pairs rises from 0 to nearly 1, and nearly all steps of what the model
+//! then writes are steps of 7. The example takes a few seconds on 2 cores.
 //!
 //! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9, without features. Unless
 //! `CANDLE_BARRIER_POOL_SPIN_LIMIT` is set, as it is here, candle's idle threads slow the others down on few cores.

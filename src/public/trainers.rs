@@ -18,18 +18,18 @@
 //! The last section has a loss over [several future tokens](#several-future-tokens). `examples/dpo.rs` and
 //! `examples/grpo.rs` train with two of these losses, and `examples/distill.rs` distils.
 //!
-//! In the code below, `head` is the output layer of the policy, and `hidden` `[batch, seq, hidden]` are the hidden states
-//! of its model, each before its token in `token_ids` `[batch, seq]`. `mask` `[batch, seq]` is one at the tokens of
-//! completions, and zero at those of prompts and at padding. `reference` and `reference_hidden` are those of a frozen
-//! model; no gradient is needed there, and its log-probabilities may be computed once and kept. Preferences are pairs of
-//! completions: the first half of a batch is chosen, and the second half is rejected, in the same order.
+//! In the code below, `head` is the output layer of the policy, and `hidden` `[batch, seq, hidden]` are the hidden
+//! states of its model, each before its token in `token_ids` `[batch, seq]`. `mask` `[batch, seq]` is one at the tokens
+//! of completions, and zero at those of prompts and at padding. `reference` and `reference_hidden` are those of a
+//! frozen model; no gradient is needed there, and its log-probabilities may be computed once and kept. Preferences are
+//! pairs of completions: the first half of a batch is chosen, and the second half is rejected, in the same order.
 //!
 //! [`OutputLayer::score`](crate::OutputLayer::score) computes all positions, those of prompts too: narrow `hidden`,
 //! `token_ids` and `mask` to the positions from the first completion's beginning. `policy_loss` and `distill` leave out
 //! what does not count before any product.
 //!
-//! The probability that a completion with reward a is preferred to one with reward b is `sigmoid(a - b)` in the model of
-//! Bradley and Terry, which is the softmax of the two rewards. The losses of pairs below take its logarithm as
+//! The probability that a completion with reward a is preferred to one with reward b is `sigmoid(a - b)` in the model
+//! of Bradley and Terry, which is the softmax of the two rewards. The losses of pairs below take its logarithm as
 //! `log_softmax` of `[a, b]`, which does not overflow, and whose gradient is exact where a equals b.
 //!
 //! # Supervised fine-tuning
@@ -99,8 +99,8 @@
 //!
 //! # KTO
 //!
-//! Kahneman-Tversky optimization (Ethayarajh et al., arXiv 2402.01306) takes completions that are desirable or not, without
-//! pairs:
+//! Kahneman-Tversky optimization (Ethayarajh et al., arXiv 2402.01306) takes completions that are desirable or not,
+//! without pairs:
 //!
 //! ```text
 //! lambda_y (1 - sigmoid(s_y beta (log policy(y) - log reference(y) - z))),    s_y = 1 if y is desirable, otherwise -1
@@ -149,8 +149,8 @@
 //!
 //! # SimPO
 //!
-//! Simple preference optimization (Meng et al., arXiv 2405.14734, equation 6) needs no reference. The reward is the mean
-//! log-probability of the tokens, and gamma is the margin that is aimed at:
+//! Simple preference optimization (Meng et al., arXiv 2405.14734, equation 6) needs no reference. The reward is the
+//! mean log-probability of the tokens, and gamma is the margin that is aimed at:
 //!
 //! ```text
 //! -log sigmoid(beta mean(chosen) - beta mean(rejected) - gamma)
@@ -224,8 +224,8 @@
 //!
 //! # GRPO
 //!
-//! Group relative policy optimization (Shao et al., arXiv 2402.03300, equations 3 and 4). The advantage of a completion is
-//! its reward less the mean of its group, the completions of one prompt, over their standard deviation.
+//! Group relative policy optimization (Shao et al., arXiv 2402.03300, equations 3 and 4). The advantage of a completion
+//! is its reward less the mean of its group, the completions of one prompt, over their standard deviation.
 //! [`PolicyOptions`](crate::policy::PolicyOptions) names the options of its descendants, such as DAPO and Dr. GRPO.
 //!
 //! ```
@@ -268,9 +268,9 @@
 //!
 //! # RLOO
 //!
-//! REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740): the advantage of a completion is its reward less the mean
-//! of the other rewards of its group. The gradient is that of `-advantage log policy(completion)`, averaged over the
-//! completions. Without old log-probabilities, the ratio of the policy to itself has this gradient.
+//! REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740): the advantage of a completion is its reward less the
+//! mean of the other rewards of its group. The gradient is that of `-advantage log policy(completion)`, averaged over
+//! the completions. Without old log-probabilities, the ratio of the policy to itself has this gradient.
 //!
 //! ```
 //! # use candle_core::{Device, Tensor, Var};
@@ -367,15 +367,15 @@
 //!
 //! # Several future tokens
 //!
-//! Multi-token prediction adds losses of the tokens after the next one, at depths 1 to D, whose modules share the output
-//! layer (DeepSeek-V3, arXiv 2412.19437, equations 24 and 25). With the loss of the next token as depth 0 it is
+//! Multi-token prediction adds losses of the tokens after the next one, at depths 1 to D, whose modules share the
+//! output layer (DeepSeek-V3, arXiv 2412.19437, equations 24 and 25). With the loss of the next token as depth 0 it is
 //!
 //! ```text
 //! L_0 + lambda / D sum_{k=1..D} L_k,    L_k = -1/T sum_t log P_k(token t + 1 + k)
 //! ```
 //!
-//! One call over the rows of all depths, with a weight for each row, reads the decoder once, and makes one gradient of the
-//! decoder in place of D + 1.
+//! One call over the rows of all depths, with a weight for each row, reads the decoder once, and makes one gradient of
+//! the decoder in place of D + 1.
 //!
 //! ```
 //! # use candle_core::{Device, Tensor, Var};

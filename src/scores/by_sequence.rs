@@ -8,10 +8,10 @@ use crate::tensors::checks::{check_device, check_targets};
 use crate::tensors::transfer::number_like;
 
 impl Scores {
-    /// Sums the log-probabilities of the tokens of each sequence, which is the log-probability of the sequence if all of
-    /// its tokens count. The scores are those of one token at each position. Differentiable; positions that do not count
-    /// get a gradient of zero, even if their log-probability is minus infinity. A sequence without a position that counts
-    /// has the sum 0.
+    /// Sums the log-probabilities of the tokens of each sequence, which is the log-probability of the sequence if all
+    /// of its tokens count. The scores are those of one token at each position. Differentiable; positions that do not
+    /// count get a gradient of zero, even if their log-probability is minus infinity. A sequence without a position
+    /// that counts has the sum 0.
     ///
     /// # Shapes
     ///
@@ -55,7 +55,8 @@ impl Scores {
     }
 
     /// Computes the mean log-probability of the tokens of each sequence: the sum, as [`Scores::sum_by_sequence`]
-    /// returns it, divided by the number of positions that count. A sequence without one has the mean 0. Differentiable.
+    /// returns it, divided by the number of positions that count. A sequence without one has the mean 0.
+    /// Differentiable.
     ///
     /// # Shapes
     ///

@@ -45,6 +45,7 @@
 //! | [`two_level`] | the adaptive and the hierarchical softmax, for large vocabularies |
 //! | [`parts`] | projections, decoders, decoder rows from spellings, low-rank adapters |
 //! | [`distributed`] | vocabularies and texts that are cut among the ranks of a distributed program |
+//! | [`trainers`] | documentation alone: the losses of TRL's trainers, from SFT and DPO to GRPO, and of several future tokens |
 //!
 //! # Example
 //!
@@ -159,5 +160,5 @@ pub use heads::{
 };
 pub use loss::{GradientSum, Loss, LossOptions, PositionOptions, Precision, Reduction};
 pub use mixture::Mixture;
-pub use public::{decode, distill, parts, policy, sampled, score, sets, HeadConfig};
+pub use public::{decode, distill, parts, policy, sampled, score, sets, trainers, HeadConfig};
 pub use tensors::dropout::DropoutMasks;

@@ -10,5 +10,6 @@ pub mod policy;
 pub mod sampled;
 pub mod score;
 pub mod sets;
+pub mod trainers;
 
 pub use head_config::HeadConfig;

@@ -1,6 +1,7 @@
 //! Scores: log-probabilities of given token ids, the entropy and the mass of all other ids, with gradients.
 //!
 //! Begin with [`OutputLayer::score`](crate::OutputLayer::score), which takes [`ScoreOptions`] and returns [`Scores`].
+//! [`Scores::sum_by_sequence`] makes the log-probabilities of sequences of them, as losses of preferences need them.
 //! For a loss of your own, [`Distributions::score_loss`](crate::Distributions::score_loss) and
 //! [`Distributions::log_prob_loss`](crate::Distributions::log_prob_loss) take a function of [`ChunkScores`] or
 //! [`ChunkLogProbs`], which returns its values and derivatives, [`ChunkTerms`], chunk by chunk:

@@ -1,6 +1,7 @@
 //! Scores of token ids, with gradients: their log-probabilities, the entropy of the distribution, and the mass outside
-//! the ids; and the policy losses, which are functions of scores ([`policy`]).
+//! the ids; their sums over sequences; and the policy losses, which are functions of scores ([`policy`]).
 
+mod by_sequence;
 mod chunk_terms;
 mod composed;
 pub(crate) mod policy;
@@ -184,8 +185,9 @@ impl Scores {
     /// let hidden = Tensor::randn(0f32, 1., (4, 8), &Device::Cpu)?;
     /// let token_ids = Tensor::new(&[[3u32, 5], [1, 0], [8, 9], [2, 7]], &Device::Cpu)?; // preferred, rejected
     /// let scores = head.score(&hidden, &token_ids, &ScoreOptions::new())?;
-    /// let difference = (scores.log_prob.narrow(1, 0, 1)? - scores.log_prob.narrow(1, 1, 1)?)?;
-    /// let loss = candle_nn::ops::sigmoid(&difference)?.log()?.mean_all()?.neg()?;
+    /// // The sigmoid of a difference is the softmax of the two, whose logarithm does not overflow.
+    /// let log_sigmoid = candle_nn::ops::log_softmax(&scores.log_prob, 1)?.narrow(1, 0, 1)?;
+    /// let loss = log_sigmoid.mean_all()?.neg()?;
     /// let gradients = scores.backward(&loss)?;
     /// assert_eq!(gradients.get(&weight).expect("a gradient").dims(), [100, 8]);
     /// # Ok(())

@@ -102,8 +102,8 @@ fn mask(texts: usize) -> Result<Tensor> {
 /// Computes the loss of pairs, `[2 * pairs, PROMPT + LENGTH]`, and the rewards of their texts.
 fn preferences(policy: &Model, reference: &Model, texts: &Tensor) -> Result<(Tensor, Tensor, Scores)> {
     let (mask, scores) = (mask(texts.dim(0)?)?, policy.scores(texts)?);
-    let of_reference = reference.scores(texts)?.sum_by_sequence(&mask)?;
-    let (loss, rewards) = dpo_loss(&scores.sum_by_sequence(&mask)?, &of_reference, BETA)?;
+    let reference_sums = reference.scores(texts)?.sum_by_sequence(&mask)?;
+    let (loss, rewards) = dpo_loss(&scores.sum_by_sequence(&mask)?, &reference_sums, BETA)?;
     Ok((loss, rewards, scores))
 }
 

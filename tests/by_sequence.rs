@@ -60,8 +60,8 @@ on_each_device! {
         let (hidden, weight) = (uniform(&[BATCH, SEQ, HIDDEN], 2.0, 1)?, uniform(&[VOCAB, HIDDEN], 2.0, 2)?);
         for &dtype in dtypes(device) {
             let tolerance = if dtype == DType::F64 { 1e-14 } else { 1e-6 };
-            let of_dtype = |tensor: &Tensor| tensor.to_dtype(dtype)?.to_device(device);
-            let scores = scores(&of_dtype(&hidden)?, &of_dtype(&weight)?)?;
+            let converted = |tensor: &Tensor| tensor.to_dtype(dtype)?.to_device(device);
+            let scores = scores(&converted(&hidden)?, &converted(&weight)?)?;
             let (sums, means) = expected(&scores.log_prob);
             assert!(sums[..3].iter().all(|&x| x < -0.1) && sums[3] == 0.0, "{sums:?}");
             for mask_dtype in [DType::U8, DType::U32, DType::I64] {
@@ -115,11 +115,11 @@ fn gradients_equal_central_differences() -> Result<()> {
             };
             shapes.iter().map(tensor).collect()
         };
-        let of_values = |values: &BTreeMap<&str, Vec<f64>>| {
+        let objective_at = |values: &BTreeMap<&str, Vec<f64>>| {
             let variables = variables(values)?;
             Ok(value(&scores(&variables[0], &variables[1])?)?.to_scalar::<f64>()?)
         };
-        let slopes = central_differences(&values, 1e-5, of_values)?;
+        let slopes = central_differences(&values, 1e-5, objective_at)?;
         let variables = variables(&values)?;
         let scores = scores(&variables[0], &variables[1])?;
         for store in [value(&scores)?.backward()?, scores.backward(&value(&scores)?)?] {

@@ -12,8 +12,9 @@ use crate::tensors::transfer::number_like;
 ///
 /// The last three train the drafter of speculative decoding (Leviathan et al., arXiv 2211.17192): the student drafts, and
 /// the teacher accepts a draft with the probability `alpha = sum_v min(T(v), Q(v))`. Their derivatives have jumps where
-/// `T(v) = Q(v)`, and take such an id as accepted: it has no part in them. With [`MissingIds`](crate::distill::MissingIds)`::Tail`,
-/// `alpha` is an upper bound, because the missing ids are one outcome; otherwise missing ids add nothing to any of the sums.
+/// `T(v) = Q(v)`, and take such an id as accepted: it has no part in them. With
+/// [`MissingIds::Tail`](crate::distill::MissingIds::Tail), `alpha` is an upper bound, because the missing ids are one
+/// outcome; otherwise missing ids add nothing to any of the sums.
 ///
 /// # Examples
 ///
@@ -51,8 +52,8 @@ pub enum Divergence {
     /// an id it is the cross-entropy. It is infinite, which on the CPU is an error, where no id is possible for both.
     NegLogAcceptance,
     /// `lambda KL(T, Q) + (1 - lambda) TV(T, Q)` with `lambda = exp(-eta alpha)` for the forward divergence and the total
-    /// variation above. The weight `lambda` is a constant of each position: it has no derivative. eta is at least 0, where
-    /// this is [`Divergence::ForwardKl`]; the paper has 3.
+    /// variation above. The weight `lambda` is a constant of each position: it has no derivative. eta is at least 0;
+    /// at 0 this is [`Divergence::ForwardKl`]. The paper takes 3.
     LkHybrid(f64),
 }
 

@@ -125,8 +125,9 @@ pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &Diverge
     Ok((not_negative(&values)?, derivatives))
 }
 
-/// Computes each outcome's term of a sum, and the derivative of the sum by the student's log-probability of the outcome, up to a constant times the probability. The operands are the log-probabilities of teacher and student,
-/// and the student's probabilities `q`, which are zero where an outcome does not count.
+/// Computes each outcome's term of a sum, and the derivative of the sum by the student's log-probability of the outcome,
+/// up to a constant times the probability. The operands are the log-probabilities of teacher and student, and the
+/// student's probabilities `q`, which are zero where an outcome does not count.
 pub(crate) fn outcome_terms(sum: OutcomeSum, log_t: &Tensor, log_q: &Tensor, q: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok(match sum {
         OutcomeSum::ForwardKl => {

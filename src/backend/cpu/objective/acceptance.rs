@@ -1,14 +1,13 @@
 //! Divergences that are functions of the probability with which the teacher accepts what the student drafts, in two sweeps
 //! over each row of log-probabilities: one for the sums, one for the derivatives.
 
-use super::divergence_row::{map_student, weighted, DivergenceRow};
+use super::divergence_row::{if_below, map_student, weighted, DivergenceRow};
 use crate::backend::cpu::vector::math::{exp, not_negative};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 
 /// A function of the sums of a row.
 #[derive(Clone, Copy)]
 pub(super) enum Acceptance {
-    TotalVariation,
     NegLog,
     /// With eta.
     LkHybrid(f64),
@@ -26,7 +25,6 @@ impl Acceptance {
     fn combine<F: Float>(self, acceptance: F, variation: F, kl: F) -> Combined<F> {
         let (zero, one) = (F::zero(), F::one());
         match self {
-            Acceptance::TotalVariation => Combined { value: variation, by_variation: one, by_kl: zero },
             Acceptance::NegLog => {
                 Combined { value: zero - acceptance.ln(), by_variation: one / acceptance, by_kl: zero }
             }
@@ -79,11 +77,4 @@ impl<F: Float> Kernel<F> for AcceptanceSweeps<'_, F> {
         });
         not_negative(value)
     }
-}
-
-/// Returns the student's probability of an id if the teacher's is larger, and zero otherwise.
-#[inline(always)]
-fn if_below<F: Float, V: Vector<F>>(v: V, q: V::Reg, t: V::Reg) -> V::Reg {
-    let zero = v.splat(F::zero());
-    v.if_less(t, q, zero, v.if_equal(t, q, zero, q))
 }

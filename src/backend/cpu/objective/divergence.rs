@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 
 use super::acceptance::{Acceptance, AcceptanceSweeps};
-use super::divergence_row::{map_student, weighted, DivergenceRow};
+use super::divergence_row::{if_below, map_student, weighted, DivergenceRow};
 use crate::backend::cpu::operands::dtype::{with_slice, Accumulator};
 use crate::backend::cpu::vector::math::{exp, ln, not_negative};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
@@ -33,7 +33,7 @@ pub(crate) fn divergence<F: Accumulator>(
                 Divergence::ForwardKl => F::dispatch(isa, Sweep(row, Forward)),
                 Divergence::ReverseKl => F::dispatch(isa, Sweep(row, Reverse)),
                 Divergence::JensenShannon(beta) => F::dispatch(isa, Sweep(row, JensenShannon::new(beta))),
-                Divergence::TotalVariation => F::dispatch(isa, AcceptanceSweeps(row, Acceptance::TotalVariation)),
+                Divergence::TotalVariation => F::dispatch(isa, Sweep(row, Variation)),
                 Divergence::NegLogAcceptance => F::dispatch(isa, AcceptanceSweeps(row, Acceptance::NegLog)),
                 Divergence::LkHybrid(eta) => F::dispatch(isa, AcceptanceSweeps(row, Acceptance::LkHybrid(eta))),
             };
@@ -71,6 +71,18 @@ impl<F: Float> Term<F> for Reverse {
     fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
         let term = weighted(v, exp(v, log_q), v.sub(log_q, log_t));
         (term, term)
+    }
+}
+
+/// `sum_v max(0, T(v) - Q(v))`
+#[derive(Clone, Copy)]
+struct Variation;
+
+impl<F: Float> Term<F> for Variation {
+    #[inline(always)]
+    fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg) {
+        let (zero, q, t) = (v.splat(F::zero()), exp(v, log_q), exp(v, log_t));
+        (v.if_less(t, q, zero, v.sub(t, q)), v.sub(zero, if_below(v, q, t)))
     }
 }
 

@@ -36,6 +36,13 @@ pub(super) fn weighted<F: Float, V: Vector<F>>(v: V, probability: V::Reg, x: V::
     v.if_equal(probability, zero, zero, v.mul(probability, x))
 }
 
+/// Returns the student's probability of an id if the teacher's is larger, and zero otherwise.
+#[inline(always)]
+pub(super) fn if_below<F: Float, V: Vector<F>>(v: V, q: V::Reg, t: V::Reg) -> V::Reg {
+    let zero = v.splat(F::zero());
+    v.if_less(t, q, zero, v.if_equal(t, q, zero, q))
+}
+
 /// Replaces each register of a student's row by a function of it and of the teacher's. The last register is padded with
 /// minus infinity.
 #[inline(always)]

@@ -9,6 +9,7 @@ use candle_nn::{VarBuilder, VarMap};
 use common::case::Tensors;
 use common::check::{assert_near, central_differences, gradients};
 use common::composed::log_softmax;
+use common::divergences::{DIVERGENCES, MISSING};
 use common::given::{places, Given};
 use common::problem::Problem;
 use common::values::{self, numbers, uniform, Numbers};
@@ -20,17 +21,6 @@ use mos_head::{
     Distributions, DropoutMasks, Error, LossOptions, Mixture, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes,
     OutputLayer, Reduction, Result, SoftmaxHead,
 };
-
-const DIVERGENCES: [Divergence; 7] = [
-    Divergence::ForwardKl,
-    Divergence::ReverseKl,
-    Divergence::JensenShannon(0.5),
-    Divergence::JensenShannon(0.1),
-    Divergence::TotalVariation,
-    Divergence::NegLogAcceptance,
-    Divergence::LkHybrid(3.0),
-];
-const MISSING: [MissingIds; 3] = [MissingIds::Zero, MissingIds::Renormalized, MissingIds::Tail];
 
 /// How the student knows the teacher.
 #[derive(Clone, Copy, Debug, PartialEq)]

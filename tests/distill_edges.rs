@@ -6,6 +6,7 @@ mod common;
 use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
+use common::divergences::{DIVERGENCES, MISSING};
 use common::given::{places, Given};
 use common::values::{gradient, numbers, tensor, Numbers};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
@@ -14,17 +15,6 @@ use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
 use mos_head::{
     Distributions, Error, Loss, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxHead,
 };
-
-const DIVERGENCES: [Divergence; 7] = [
-    Divergence::ForwardKl,
-    Divergence::ReverseKl,
-    Divergence::JensenShannon(0.5),
-    Divergence::JensenShannon(0.1),
-    Divergence::TotalVariation,
-    Divergence::NegLogAcceptance,
-    Divergence::LkHybrid(3.0),
-];
-const MISSING: [MissingIds; 3] = [MissingIds::Zero, MissingIds::Renormalized, MissingIds::Tail];
 
 /// Whatever computes it, and whatever is known of the teacher.
 #[test]

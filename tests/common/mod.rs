@@ -1,6 +1,6 @@
 //! Shared by the integration tests: the reference in `f64` ([`reference`]), the same formula from ordinary candle
 //! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), random problems ([`case`],
-//! [`problem`], [`objective`], [`random`]), tensors of GGUF files ([`quantised`]), and the numbers of tensors ([`values`]).
+//! [`problem`], [`objective`], [`random`]), divergences ([`divergences`]), tensors of GGUF files ([`quantised`]), and the numbers of tensors ([`values`]).
 // Every test binary uses only some of it.
 #![allow(dead_code, unreachable_pub, unused_imports, unused_macros)]
 
@@ -9,6 +9,7 @@ pub mod case;
 pub mod check;
 pub mod compare;
 pub mod composed;
+pub mod divergences;
 pub mod factorised;
 pub mod given;
 pub mod needs;

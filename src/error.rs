@@ -263,8 +263,10 @@ pub enum OptionName {
     Nce,
     /// [`LossOptions::decoder_rows`](crate::LossOptions::decoder_rows)
     DecoderRows,
-    /// The softcap of a head's configuration.
+    /// [`LogitFunction::Softcap`](crate::parts::LogitFunction::Softcap)
     Softcap,
+    /// [`LogitFunction::Sigsoftmax`](crate::parts::LogitFunction::Sigsoftmax)
+    Sigsoftmax,
     /// [`PositionOptions::reduction`](crate::PositionOptions::reduction)
     Reduction,
     /// [`Sampling::ancestral`](crate::decode::Sampling::ancestral)
@@ -295,6 +297,7 @@ impl fmt::Display for OptionName {
             OptionName::Nce => "nce",
             OptionName::DecoderRows => "decoder_rows",
             OptionName::Softcap => "softcap",
+            OptionName::Sigsoftmax => "sigsoftmax",
             OptionName::Reduction => "reduction",
             OptionName::Ancestral => "ancestral",
             OptionName::ComponentTemperature => "component_temperature",

@@ -14,7 +14,7 @@ use common::problem::Problem;
 use common::values::{gradients, numbers, uniform, Numbers};
 use mos_head::decode::{BeamSearch, NextToken, Sampler, Sampling, TokenRequest};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
-use mos_head::parts::LowRankAdapter;
+use mos_head::parts::{LogitFunction, LowRankAdapter};
 use mos_head::policy::{PolicyBatch, PolicyOptions};
 use mos_head::score::ScoreOptions;
 use mos_head::sets::{AllowedIds, Restricted};
@@ -72,7 +72,7 @@ fn draws_have_the_frequencies_of_the_renormalised_distribution() -> Result<()> {
     ];
     for components in [1, 3] {
         for shared in [true, false] {
-            let one = Problem { positions: 1, components, softcap: Some(2.0), ..cases()[3] };
+            let one = Problem { positions: 1, components, function: LogitFunction::Softcap(2.0), ..cases()[3] };
             let (one, list) = (one.drawn(DType::F64), vec![2u32, 11, 12, 30]);
             let mixture = one.at(vec![0; DRAWS]).mixture(DType::F64, &Device::Cpu)?;
             let allowed = if shared { AllowedIds::new(&list) } else { per_position(&vec![list.clone(); DRAWS]) };

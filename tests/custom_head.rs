@@ -14,6 +14,7 @@ use common::reference::truth;
 use common::values::{numbers, tensor};
 use common::{exact, on_each_device};
 use mos_head::decode::{BeamSearch, Hypothesis, Sampler, Sampling, TopK};
+use mos_head::parts::LogitFunction;
 use mos_head::{
     ContextActivation, Distributions, DropoutMasks, Error, Loss, LossOptions, MixtureLayer, OptionName, OutputLayer,
     Reduction, Result, SoftmaxHead,
@@ -201,11 +202,12 @@ on_each_device! {
         let tolerance = Tolerance::value(dtype);
         for head in HEADS {
             type Change = fn(Case) -> Case;
-            let variants: [(&str, Change); 8] = [
+            let variants: [(&str, Change); 9] = [
                 ("plain", |case| case),
-                ("scale", |case| Case { logits: Logits { scale: 0.4, softcap: None }, ..case }),
-                ("softcap", |case| Case { logits: Logits { scale: 1.0, softcap: Some(1.5) }, ..case }),
-                ("both", |case| Case { logits: Logits { scale: 2.5, softcap: Some(1.5) }, ..case }),
+                ("scale", |case| Case { logits: Logits { scale: 0.4, function: LogitFunction::Identity }, ..case }),
+                ("softcap", |case| Case { logits: Logits { scale: 1.0, function: LogitFunction::Softcap(1.5) }, ..case }),
+                ("both", |case| Case { logits: Logits { scale: 2.5, function: LogitFunction::Softcap(1.5) }, ..case }),
+                ("sigsoftmax", |case| Case { logits: Logits { scale: 1.5, function: LogitFunction::Sigsoftmax }, ..case }),
                 ("no decoder bias", |case| case.without("decoder.bias")),
                 ("no prior bias", |case| match case.head {
                     Head::Softmax => case,

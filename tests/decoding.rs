@@ -9,6 +9,7 @@ use common::check::{build, Layer};
 use common::on_each_device;
 use common::values::{numbers, Numbers};
 use mos_head::decode::{Sampler, Sampling, TopK};
+use mos_head::parts::LogitFunction;
 use mos_head::{
     Distributions, DropoutMasks, Error, LossOptions, Mixture, MixtureLayer, OutputLayer, Result, SoftmaxHead,
 };
@@ -236,6 +237,8 @@ on_each_device! {
         for bad in [0.0, -1.0, f64::NAN] {
             assert!(mixture.with_component_temperature(bad).is_err());
         }
+        let error = mixture.with_logit_function(LogitFunction::Sigsoftmax)?.with_component_temperature(0.3).unwrap_err();
+        assert_eq!(error.to_string(), "component_temperature: not supported by logits with sigsoftmax");
         Ok(())
     }
 

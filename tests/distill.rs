@@ -15,6 +15,7 @@ use common::problem::Problem;
 use common::values::{self, numbers, uniform, Numbers};
 use common::{dtypes, on_each_device};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+use mos_head::parts::LogitFunction;
 use mos_head::score::ChunkTerms;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
 use mos_head::{
@@ -244,7 +245,9 @@ fn so_they_do_with_every_option() -> Result<()> {
                 Distill { ignores: true, reduction: Reduction::Sum, ..case() }.check(dtype, tolerance)?;
                 let of_student = |student: Problem| Distill { student, ..case() };
                 let student = case().student;
-                of_student(Problem { softcap: Some(1.5), logit_scale: 0.6, ..student }).check(dtype, tolerance)?;
+                for function in [LogitFunction::Softcap(1.5), LogitFunction::Sigsoftmax] {
+                    of_student(Problem { function, logit_scale: 0.6, ..student }).check(dtype, tolerance)?;
+                }
                 of_student(Problem { spread: 8.0, ..student }).check(dtype, 10.0 * tolerance)?;
                 let tempered = of_student(Problem { temperature: 1.7, ..student });
                 tempered.check(dtype, tolerance)?;

@@ -11,6 +11,7 @@ use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::values::{numbers, Numbers};
 use common::{dtypes, on_each_device};
+use mos_head::parts::LogitFunction;
 use mos_head::score::ScoreOptions;
 use mos_head::{ContextActivation, Distributions, LossOptions, Reduction, Result};
 use serde_json::Value;
@@ -73,6 +74,11 @@ fn strict(device: &Device) -> impl Iterator<Item = DType> {
     dtypes(device).iter().copied().filter(|d| d.size_in_bytes() >= 4)
 }
 
+/// The function of the logits that the options of PyTorch's side name.
+fn softcap(options: &Value) -> LogitFunction {
+    options.get("softcap").and_then(Value::as_f64).map_or(LogitFunction::Identity, LogitFunction::Softcap)
+}
+
 fn assert_losses(golden: &Value, key: &str, head: Head, device: &Device) -> Result<()> {
     let mut case = case(golden, key, head);
     let upstream = floats(&golden["upstream"]);
@@ -82,7 +88,7 @@ fn assert_losses(golden: &Value, key: &str, head: Head, device: &Device) -> Resu
         for loss in losses {
             case.targets = integers(&loss["targets"]);
             let objective = objective(golden, &loss["options"]);
-            case.logits.softcap = loss["options"].get("softcap").and_then(Value::as_f64);
+            case.logits.function = softcap(&loss["options"]);
             let tensors = case.variables(dtype, device)?;
             let options = objective.options(&case.lead, device)?;
             let got = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?.value;
@@ -188,7 +194,7 @@ fn scores_equal_pytorch() -> Result<()> {
             sizes: Sizes::new(0, d, components, vocab),
             lead: vec![positions],
             activation: ContextActivation::Tanh,
-            logits: Logits { softcap: case["softcap"].as_f64(), ..Logits::PLAIN },
+            logits: Logits { function: softcap(case), ..Logits::PLAIN },
             transposed: false,
             values: values.collect(),
             targets: vec![],

@@ -7,6 +7,7 @@ use candle_nn::{VarBuilder, VarMap};
 use common::problem::Problem;
 use common::values::{numbers, uniform, Numbers};
 use common::{dtypes, exact, on, on_each_device};
+use mos_head::parts::LogitFunction;
 use mos_head::score::{ChunkTerms, ScoreOptions, Scores};
 use mos_head::sets::AllowedIds;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
@@ -41,7 +42,8 @@ on_each_device! {
                     Problem { outside: vocab > 3, ..plain },
                     Problem { temperature: 0.6, ..plain },
                     Problem { spread: 6.0, ..plain },
-                    Problem { softcap: Some(2.0), logit_scale: 0.7, ..plain },
+                    Problem { function: LogitFunction::Softcap(2.0), logit_scale: 0.7, ..plain },
+                    Problem { function: LogitFunction::Sigsoftmax, ..plain },
                     Problem { transposed: true, ..plain },
                 ] {
                     let (mixture, best) = (case.drawn(dtype).mixture(dtype, device)?, truth(&case, dtype)?);

@@ -11,6 +11,7 @@ use common::check::{build, Check};
 use common::needs;
 use common::objective::Objective;
 use common::problem::Problem;
+use mos_head::parts::LogitFunction;
 use mos_head::{LossOptions, MixtureLayer, Result};
 
 /// On its own, this checks the best instruction set.
@@ -27,10 +28,13 @@ fn this_process_equals_the_reference() -> Result<()> {
                     z_loss: 0.01,
                     ..Objective::default()
                 };
-                for objective in [Objective::default(), all] {
-                    if objective.z_loss > 0.0 {
-                        case.logits = Logits { scale: 0.7, softcap: Some(2.0) };
-                    }
+                for (objective, logits) in [
+                    (Objective::default(), Logits::PLAIN),
+                    (Objective::default(), Logits { scale: 1.3, function: LogitFunction::Sigsoftmax }),
+                    (all.clone(), Logits { scale: 0.7, function: LogitFunction::Softcap(2.0) }),
+                    (all, Logits { scale: 0.7, function: LogitFunction::Sigsoftmax }),
+                ] {
+                    case.logits = logits;
                     let check = Check { least_scale: 1.0, ..Check::new(dtype) };
                     check.run(&case, &objective, &Device::Cpu)?;
                 }

@@ -16,6 +16,7 @@ use common::random::{config, problems, LEAST_SCALE};
 use common::reference::truth;
 use common::values::numbers;
 use common::{devices, dtypes, exact, on_each_device};
+use mos_head::parts::LogitFunction;
 use mos_head::{Distributions, LossOptions, Mixture, Reduction, Result};
 use proptest::prelude::*;
 
@@ -35,7 +36,12 @@ fn frequent(case: &mut Case) -> i64 {
 /// The loss of these choices, and the logits of its case.
 fn objective(choices: &[Choice], case: &mut Case) -> Objective {
     let on = |choice| choices.contains(&choice);
-    case.logits = Logits { scale: if on(LogitScale) { 0.6 } else { 1.0 }, softcap: on(Softcap).then_some(1.5) };
+    let function = match (on(Sigsoftmax), on(Softcap)) {
+        (true, _) => LogitFunction::Sigsoftmax,
+        (_, true) => LogitFunction::Softcap(1.5),
+        _ => LogitFunction::Identity,
+    };
+    case.logits = Logits { scale: if on(LogitScale) { 0.6 } else { 1.0 }, function };
     Objective {
         reduction: match (on(SumReduction), on(NoReduction)) {
             (true, _) => Reduction::Sum,
@@ -112,13 +118,13 @@ on_each_device! {
         Ok(())
     }
 
-    fn a_softcap_applies_to_every_result_of_a_mixture(device: &Device) -> Result<()> {
-        const CAP: f64 = 1.5;
+    fn a_function_of_the_logits_applies_to_every_result_of_a_mixture(device: &Device) -> Result<()> {
+        for function in [LogitFunction::Softcap(1.5), LogitFunction::Sigsoftmax] {
         let dtype = exact(device);
         let case = case(Head::Mixture, 73);
         let composed = case.variables(DType::F64, &Device::Cpu)?;
-        let capped = Logits { scale: 1.0, softcap: Some(CAP) };
-        let (truth, _) = Operands::project(case.head, &composed, case.activation)?.log_probs(capped)?;
+        let logits = Logits { scale: 1.0, function };
+        let (truth, _) = Operands::project(case.head, &composed, case.activation)?.log_probs(logits)?;
         let upstream = upstream(POSITIONS * SIZES.vocab, 5);
         let slopes = gradients(&backward(&truth, &upstream)?, &composed);
         let nll = truth.gather(&case.target_tensor(&Device::Cpu)?.reshape((POSITIONS, 1))?, 1)?.neg()?;
@@ -126,7 +132,7 @@ on_each_device! {
         let tensors = case.variables(dtype, device)?;
         let bias = tensors.get("decoder.bias");
         let mixture = Mixture::new(&tensors["contexts"], tensors.get("log_priors"), &tensors["decoder.weight"], bias)?;
-        let mixture = mixture.with_softcap(CAP)?;
+        let mixture = mixture.with_logit_function(function)?;
         let log_probs = mixture.log_probs()?;
         assert_close("log_probs", &numbers(&log_probs), &numbers(&truth), None, Tolerance::value(dtype));
         for (name, gradient) in gradients(&backward(&log_probs, &upstream)?, &tensors) {
@@ -135,6 +141,7 @@ on_each_device! {
         assert_eq!(numbers(&mixture.argmax()?.flatten_all()?), numbers(&truth.argmax(1)?));
         let loss = mixture.loss(&case.target_tensor(device)?, &LossOptions::new())?;
         assert_close("nll", &numbers(&loss.nll), &numbers(&nll), None, Tolerance::value(dtype));
+        }
         Ok(())
     }
 

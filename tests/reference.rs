@@ -11,6 +11,7 @@ use common::composed::Operands;
 use common::objective::Objective;
 use common::reference::truth;
 use common::values::{numbers, Numbers};
+use mos_head::parts::LogitFunction;
 use mos_head::Reduction;
 
 const SIZES: Sizes = Sizes::new(4, 3, 3, 7);
@@ -32,11 +33,13 @@ fn the_reference_equals_the_composed_form_in_f64() -> Result<()> {
     let tolerance = Tolerance::value(DType::F64);
     for head in ENTRIES {
         for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
-            for objective in [Objective::reduced(reduction), everything(reduction)] {
-                let mut case = Case::random(head, SIZES, &[2, 3], 5);
-                if objective.z_loss > 0.0 {
-                    case.logits = Logits { scale: 0.7, softcap: Some(2.0) };
-                }
+            for (objective, function) in [
+                (Objective::reduced(reduction), LogitFunction::Identity),
+                (everything(reduction), LogitFunction::Softcap(2.0)),
+                (everything(reduction), LogitFunction::Sigsoftmax),
+            ] {
+                let logits = Logits { scale: 0.7, function };
+                let case = Case { logits, ..Case::random(head, SIZES, &[2, 3], 5) };
                 let upstream = upstream(if reduction == Reduction::None { 6 } else { 1 }, 3);
                 let truth = truth(&case, &objective, &upstream);
                 let tensors = case.variables(DType::F64, &Device::Cpu)?;

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use common::sampled::{assert_near, draws, targets, tolerance, Problem, VOCAB};
 use common::values::{gradient, numbers, uniform};
 use common::{dtypes, exact, on_each_device};
+use mos_head::parts::LogitFunction;
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{
     ContextActivation, Distributions, DropoutMasks, Error, Loss, LossOptions, Mixture, MixtureConfig, MixtureLayer,
@@ -275,6 +276,10 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     assert_eq!(
         message(mixture.clone().with_softcap(30.0)?.loss(&tensor, &sampled)),
         "softcap: not supported by the sampled softmax"
+    );
+    assert_eq!(
+        message(mixture.clone().with_logit_function(LogitFunction::Sigsoftmax)?.loss(&tensor, &sampled)),
+        "sigsoftmax: not supported by the sampled softmax"
     );
     let other = LossOptions::new().with_sampled_softmax(draw(VOCAB + 1, 4)?);
     assert_eq!(

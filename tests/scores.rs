@@ -13,6 +13,7 @@ use common::problem::Problem;
 use common::values::{gradient, numbers, uniform};
 use common::{dtypes, exact, on_each_device};
 use mos_head::decode::{Sampler, Sampling};
+use mos_head::parts::LogitFunction::{Sigsoftmax, Softcap};
 use mos_head::policy::{PolicyBatch, PolicyOptions};
 use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions, Scores};
 use mos_head::sets::{AllowedIds, Restricted};
@@ -61,12 +62,17 @@ fn so_they_do_with_every_kind_of_logits() -> Result<()> {
     for dtype in [DType::F64, DType::F32] {
         for temperature in [1.0, 0.7] {
             let case = Problem { temperature, ..case };
-            Problem { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+            for function in [Softcap(1.5), Sigsoftmax] {
+                Problem { function, logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+                Problem { function, components: 1, ..case }.check(dtype, tolerance(dtype))?;
+            }
             Problem { masked: true, ..case }.check(dtype, tolerance(dtype))?;
             Problem { masked: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
             for entropy in [false, true] {
                 let case = Problem { outside: true, entropy, ..case };
-                Problem { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+                for function in [Softcap(1.5), Sigsoftmax] {
+                    Problem { function, logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+                }
                 Problem { masked: true, ..case }.check(dtype, tolerance(dtype))?;
                 Problem { transposed: true, components: 1, ..case }.check(dtype, tolerance(dtype))?;
                 Problem { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;
@@ -275,7 +281,9 @@ on_each_device! {
                         Problem { n, entropy, outside: vocab > 1, ..case }.check_on(device, dtype, tolerance(dtype))?;
                     }
                     Problem { n: 2, masked: true, ..case }.check_on(device, dtype, tolerance(dtype))?;
-                    Problem { softcap: Some(1.5), logit_scale: 0.6, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                    for function in [Softcap(1.5), Sigsoftmax] {
+                        Problem { function, logit_scale: 0.6, ..case }.check_on(device, dtype, tolerance(dtype))?;
+                    }
                 }
             }
         }

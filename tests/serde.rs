@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::decode::Sampling;
-use mos_head::parts::{CharCnnConfig, LowRankConfig};
+use mos_head::parts::{CharCnnConfig, LogitFunction, LowRankConfig};
 use mos_head::two_level::{AdaptiveConfig, Classes, HierarchicalConfig};
 use mos_head::{ContextActivation, HeadConfig, LossOptions, MixtureConfig, OutputLayer, SoftmaxConfig};
 
@@ -31,6 +31,31 @@ fn what_is_written_is_read_again() -> serde_json::Result<()> {
     assert_eq!(serde_json::from_str::<LowRankConfig>(adapter)?, LowRankConfig::new(1000, 64, 8));
     let sampling = Sampling::new().with_temperature(0.8).with_top_p(0.95).with_top_k(40);
     assert_eq!(serde_json::from_str::<Sampling>(&serde_json::to_string(&sampling)?)?, sampling);
+    Ok(())
+}
+
+#[test]
+fn a_function_of_the_logits_has_a_name_and_a_softcap_may_be_a_number() -> serde_json::Result<()> {
+    let softmax = SoftmaxConfig::new(64, 1000);
+    let mixture = MixtureConfig::new(64, 1000, 5);
+    for (text, function) in [
+        ("\"softcap\": 30.0", LogitFunction::Softcap(30.0)),
+        ("\"softcap\": 30", LogitFunction::Softcap(30.0)),
+        ("\"softcap\": null", LogitFunction::Identity),
+        ("\"logit_function\": {\"softcap\": 30.0}", LogitFunction::Softcap(30.0)),
+        ("\"logit_function\": \"sigsoftmax\"", LogitFunction::Sigsoftmax),
+        ("\"logit_function\": \"identity\"", LogitFunction::Identity),
+    ] {
+        let sizes = format!("\"hidden_size\": 64, \"vocab_size\": 1000, {text}");
+        let expected = softmax.clone().with_logit_function(function);
+        assert_eq!(serde_json::from_str::<SoftmaxConfig>(&format!("{{{sizes}}}"))?, expected);
+        assert_eq!(serde_json::from_str::<SoftmaxConfig>(&serde_json::to_string(&expected)?)?, expected);
+        let expected = mixture.clone().with_logit_function(function);
+        assert_eq!(serde_json::from_str::<MixtureConfig>(&format!("{{{sizes}, \"components\": 5}}"))?, expected);
+        assert_eq!(serde_json::from_str::<MixtureConfig>(&serde_json::to_string(&expected)?)?, expected);
+    }
+    let twice = r#"{"hidden_size": 64, "vocab_size": 1000, "softcap": 30.0, "logit_function": "sigsoftmax"}"#;
+    assert!(serde_json::from_str::<SoftmaxConfig>(twice).is_err());
     Ok(())
 }
 

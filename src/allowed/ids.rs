@@ -14,7 +14,7 @@ use crate::tensors::id_lists::{has_bit, sorted_unique, IdLists, Restriction};
 /// P(v | S) = P(v) / P(S) for v in S, else 0
 /// ```
 ///
-/// An id that is given twice counts once. The restriction comes after scale and softcap of the logits.
+/// An id that is given twice counts once. The restriction comes after scale and function of the logits.
 ///
 /// # Examples
 ///

@@ -15,6 +15,7 @@ pub(crate) mod divergence;
 pub(crate) mod frozen_linear;
 #[cfg(any(feature = "cuda", feature = "metal", all(test, target_os = "linux")))]
 mod gpu;
+pub(crate) mod logit_function;
 #[cfg(any(feature = "metal", all(test, target_os = "linux")))]
 mod metal;
 #[cfg(test)]

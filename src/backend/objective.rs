@@ -176,7 +176,7 @@ pub(crate) struct Scored {
     pub(crate) needs_outside: bool,
     /// Whether the caller needs to know which candidate is the most probable id of all.
     pub(crate) needs_argmax: bool,
-    /// The temperature of the mixture's distribution, after scale and softcap.
+    /// The temperature of the mixture's distribution, after the logit function.
     pub(crate) temperature: f64,
 }
 
@@ -198,7 +198,7 @@ impl Scored {
         let candidates = self.token_ids.dim(1)?;
         // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
         let is_single = operands.is_single();
-        let is_plain = !self.is_tempered() || is_single && operands.softcap.is_none();
+        let is_plain = !self.is_tempered() || is_single && operands.logit_function.is_identity();
         let has_moments = !self.needs_entropy || is_single && !needs_grad.any();
         let scores = ScoreTask {
             candidates,
@@ -243,7 +243,7 @@ pub(crate) struct TargetLoss {
     /// log p_k(y) = z_ky + shift - log( exp(z_ky + shift) + sum_{v != y} exp z_kv )
     /// ```
     ///
-    /// Such a loss has no softcap, and the target's negative log-likelihood is its only term.
+    /// Such a loss has no logit function, and the target's negative log-likelihood is its only term.
     pub(crate) own_shifts: Option<Tensor>,
     /// This rank's part of the vocabulary, if the vocabulary is cut among ranks: the weight has the rows of this part, while
     /// targets and class weights refer to the whole vocabulary.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor, TensorId};
 
 use crate::backend::collectives::Numbers;
+use crate::backend::logit_function::LogitFunction;
 use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 use crate::tensors::id_lists::matrix_rows;
@@ -65,7 +66,7 @@ pub(crate) struct Sizes {
 
 /// The tensors of a mixture, on one device and with checked shapes; all but the decoder's weight are contiguous.
 ///
-/// The logits are `z = cap tanh(scale (c W^T + b) / cap)`, or `scale (c W^T + b)` without a softcap.
+/// The logits are `z = f(scale (c W^T + b))` for the logit function f.
 #[derive(Clone, Debug)]
 pub(crate) struct Operands {
     pub(crate) sizes: Sizes,
@@ -84,7 +85,7 @@ pub(crate) struct Operands {
     /// `[rows of the weight]`, in the accumulation dtype.
     pub(crate) bias: Option<Tensor>,
     pub(crate) logit_scale: f64,
-    pub(crate) softcap: Option<f64>,
+    pub(crate) logit_function: LogitFunction,
     pub(crate) precision: Precision,
 }
 
@@ -146,7 +147,7 @@ impl Operands {
         Ok(Operands { weight: Weight::Dense(joined), adapter: None, ..self.clone() })
     }
 
-    /// Computes logits by candle's operations, differentiably: `cap tanh(scale (products + bias) / cap)`, in the dtype of
+    /// Computes logits by candle's operations, differentiably: `f(scale (products + bias))`, in the dtype of
     /// the products of contexts and decoder. `bias`, if there is one, is that of the products' ids.
     pub(crate) fn finish_logits(&self, products: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
         let mut z = products;
@@ -156,10 +157,7 @@ impl Operands {
         if self.logit_scale != 1.0 {
             z = (z * self.logit_scale)?;
         }
-        match self.softcap {
-            Some(cap) => Ok(((z / cap)?.tanh()? * cap)?),
-            None => Ok(z),
-        }
+        self.logit_function.composed(z)
     }
 
     /// Returns whether the mixture is a single softmax without a log-prior.

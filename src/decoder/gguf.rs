@@ -8,6 +8,7 @@ use candle_core::Tensor;
 
 use super::quantised::check_on_cpu;
 use super::{Decoder, WeightRows};
+use crate::backend::logit_function::LogitFunction;
 use crate::backend::quantised::QuantisedMatrix;
 use crate::error::Result;
 use crate::tensors::checks::{check_bias, check_vocab};
@@ -66,6 +67,7 @@ impl Decoder {
             check_bias("decoder.bias", bias, vocab_size)?;
             check_on_cpu("decoder.bias", bias)?;
         }
-        Ok(Decoder { rows: WeightRows::Quantised(matrix), adapter: None, bias, logit_scale: 1.0, softcap: None })
+        let (rows, logit_function) = (WeightRows::Quantised(matrix), LogitFunction::Identity);
+        Ok(Decoder { rows, adapter: None, bias, logit_scale: 1.0, logit_function })
     }
 }

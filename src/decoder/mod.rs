@@ -14,13 +14,14 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Embedding, Init, VarBuilder};
 
+use crate::backend::logit_function::{check_logits, LogitFunction};
 use crate::backend::quantised::QuantisedMatrix;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, Request};
 use crate::mixture::{Mixture, Sample};
 use crate::tensors::checks::{
-    check_alike, check_bias, check_device, check_elements, check_float, check_hidden_size, check_logits, check_product,
-    check_sizes, check_vocab,
+    check_alike, check_bias, check_device, check_elements, check_float, check_hidden_size, check_product, check_sizes,
+    check_vocab,
 };
 pub use adapter::{LowRankAdapter, LowRankConfig};
 pub use char_cnn::{CharCnn, CharCnnConfig};
@@ -54,16 +55,17 @@ pub struct DecoderConfig {
     pub context_dim: usize,
     /// Whether there is a bias. The default is true.
     pub bias: bool,
-    /// The scale of the logits, bias included, before the softcap. The default is 1.
+    /// The scale of the logits, bias included, before their function. The default is 1.
     pub logit_scale: f64,
-    /// The softcap of the logits, `z = cap tanh(z / cap)`. The default is none.
-    pub softcap: Option<f64>,
+    /// The function of the logits. The default is the identity.
+    pub logit_function: LogitFunction,
 }
 
 impl DecoderConfig {
     /// Makes the configuration of a decoder of these sizes, with a bias.
     pub fn new(vocab_size: usize, context_dim: usize) -> Self {
-        DecoderConfig { vocab_size, context_dim, bias: true, logit_scale: 1.0, softcap: None }
+        let logit_function = LogitFunction::Identity;
+        DecoderConfig { vocab_size, context_dim, bias: true, logit_scale: 1.0, logit_function }
     }
 
     /// Sets whether there is a bias.
@@ -71,15 +73,19 @@ impl DecoderConfig {
         DecoderConfig { bias, ..self }
     }
 
-    /// Sets the scale of the logits, bias included, before the softcap.
+    /// Sets the scale of the logits, bias included, before their function.
     pub fn with_logit_scale(self, logit_scale: f64) -> Self {
         DecoderConfig { logit_scale, ..self }
     }
 
-    /// Sets the softcap of the logits, `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models at
-    /// a Practical Size. 2024, arXiv 2408.00118).
+    /// Sets the function of the logits to the softcap, [`LogitFunction::Softcap`], or with `None` to the identity.
     pub fn with_softcap(self, softcap: Option<f64>) -> Self {
-        DecoderConfig { softcap, ..self }
+        self.with_logit_function(softcap.map_or(LogitFunction::Identity, LogitFunction::Softcap))
+    }
+
+    /// Sets the function of the logits.
+    pub fn with_logit_function(self, logit_function: LogitFunction) -> Self {
+        DecoderConfig { logit_function, ..self }
     }
 
     /// Checks the sizes and options.
@@ -87,15 +93,17 @@ impl DecoderConfig {
         check_sizes(&[("context_dim", self.context_dim)])?;
         check_vocab(self.vocab_size)?;
         check_product("vocab_size * context_dim", &[self.vocab_size, self.context_dim])?;
-        check_logits(self.logit_scale, self.softcap)
+        check_logits(self.logit_scale, self.logit_function)
     }
 }
 
 /// The rows W that are multiplied by a context, and the steps from the product to the logits:
 ///
 /// ```text
-/// z = cap tanh(scale (c W^T + b) / cap)
+/// z = f(scale (c W^T + b))
 /// ```
+///
+/// where `f` is the [`LogitFunction`].
 ///
 /// A [`Head`](crate::Head) is a projection and a decoder.
 ///
@@ -132,7 +140,7 @@ pub struct Decoder {
     /// `[vocab]`
     bias: Option<Tensor>,
     logit_scale: f64,
-    softcap: Option<f64>,
+    logit_function: LogitFunction,
 }
 
 /// The decoder's weight, `[vocab, d]`.
@@ -199,9 +207,9 @@ impl Decoder {
 
     /// Makes a decoder with these rows, and with the variable `decoder.bias` if it is configured.
     fn from_rows(config: &DecoderConfig, rows: WeightRows, vb: &VarBuilder) -> Result<Self> {
-        let &DecoderConfig { vocab_size, bias, logit_scale, softcap, .. } = config;
+        let &DecoderConfig { vocab_size, bias, logit_scale, logit_function, .. } = config;
         let bias = bias.then(|| vb.pp("decoder").get_with_hints(vocab_size, "bias", Init::Const(0.0))).transpose()?;
-        Ok(Decoder { rows, adapter: None, bias, logit_scale, softcap })
+        Ok(Decoder { rows, adapter: None, bias, logit_scale, logit_function })
     }
 
     /// Makes a decoder from its weight and bias.
@@ -226,7 +234,8 @@ impl Decoder {
             check_bias("decoder.bias", bias, vocab_size)?;
             check_device("decoder.bias", bias, &weight)?;
         }
-        Ok(Decoder { rows: WeightRows::Matrix(weight), adapter: None, bias, logit_scale: 1.0, softcap: None })
+        let (rows, logit_function) = (WeightRows::Matrix(weight), LogitFunction::Identity);
+        Ok(Decoder { rows, adapter: None, bias, logit_scale: 1.0, logit_function })
     }
 
     /// Returns the decoder with softly bounded logits, `z = cap tanh(z / cap)`, or without a bound.
@@ -235,17 +244,26 @@ impl Decoder {
     ///
     /// If the cap is not from 1e-30 to 1e30.
     pub fn with_softcap(self, softcap: Option<f64>) -> Result<Self> {
-        check_logits(self.logit_scale, softcap)?;
-        Ok(Decoder { softcap, ..self })
+        self.with_logit_function(softcap.map_or(LogitFunction::Identity, LogitFunction::Softcap))
     }
 
-    /// Returns the decoder with another scale of the logits, bias included, before the softcap.
+    /// Returns the decoder with another function of the logits.
+    ///
+    /// # Errors
+    ///
+    /// If the cap of a softcap is not from 1e-30 to 1e30.
+    pub fn with_logit_function(self, logit_function: LogitFunction) -> Result<Self> {
+        check_logits(self.logit_scale, logit_function)?;
+        Ok(Decoder { logit_function, ..self })
+    }
+
+    /// Returns the decoder with another scale of the logits, bias included, before their function.
     ///
     /// # Errors
     ///
     /// If the scale is not from 1e-30 to 1e30.
     pub fn with_logit_scale(self, logit_scale: f64) -> Result<Self> {
-        check_logits(logit_scale, self.softcap)?;
+        check_logits(logit_scale, self.logit_function)?;
         Ok(Decoder { logit_scale, ..self })
     }
 
@@ -347,7 +365,7 @@ impl Decoder {
             WeightRows::Quantised(matrix) => quantised::mixture(contexts, log_priors, matrix, bias)?,
             _ => Mixture::new(contexts, log_priors, &self.weight()?, bias)?,
         };
-        let mixture = mixture.with_logits(self.logit_scale, self.softcap)?;
+        let mixture = mixture.with_logits(self.logit_scale, self.logit_function)?;
         let mixture = match source {
             // Contexts that are widened are another tensor.
             Some(source) if source.dtype() == mixture.operands().contexts.dtype() => mixture.with_source(source),
@@ -377,7 +395,7 @@ impl Decoder {
                 let head = "a decoder whose rows are computed";
                 return Err(Error::Unsupported { option: OptionName::DecoderRows, head });
             }
-            if let Some(sample) = Sample::new(loss, contexts, self.vocab_size(), self.softcap, request)? {
+            if let Some(sample) = Sample::new(loss, contexts, self.vocab_size(), self.logit_function, request)? {
                 let decoder = self.select_ids(cnn.rows_of(&sample.token_ids)?, &sample.token_ids)?;
                 return decoder.mixture(contexts, log_priors)?.loss_over_sample(&sample, request);
             }

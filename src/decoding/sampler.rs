@@ -7,6 +7,7 @@ use rand::{Rng, SeedableRng};
 use super::log_probs::check_host_log_probs;
 use super::multinomial::{find_by_mass, DrawQuery};
 use super::sampling::Sampling;
+use crate::backend::logit_function::LogitFunction;
 use crate::error::{Error, OptionName, Result};
 use crate::mixture::Mixture;
 use crate::tensors::checks::check_elements;
@@ -139,18 +140,25 @@ impl Sampler {
 }
 
 impl Mixture {
-    /// Divides the logits of all components by `temperature`: their scale, and their softcap if there is one. The
-    /// priors do not change.
+    /// Divides the logits of all components by `temperature`, after their function. The priors do not change.
     ///
     /// # Errors
     ///
-    /// If the temperature is not from 1e-30 to 1e30.
+    /// If the temperature is not from 1e-30 to 1e30, or the logits have the function
+    /// [`Sigsoftmax`](crate::parts::LogitFunction::Sigsoftmax).
     pub fn with_component_temperature(&self, temperature: f64) -> Result<Mixture> {
         Sampling::new().with_component_temperature(temperature).validate()?;
         let operands = self.operands();
-        // cap tanh(z / cap) / T = (cap / T) tanh((z / T) / (cap / T))
-        let tempered =
-            self.clone().with_logits(operands.logit_scale / temperature, operands.softcap.map(|cap| cap / temperature));
+        let function = match operands.logit_function {
+            LogitFunction::Identity => LogitFunction::Identity,
+            // cap tanh(z / cap) / T = (cap / T) tanh((z / T) / (cap / T))
+            LogitFunction::Softcap(cap) => LogitFunction::Softcap(cap / temperature),
+            LogitFunction::Sigsoftmax => {
+                let head = "logits with sigsoftmax";
+                return Err(Error::Unsupported { option: OptionName::ComponentTemperature, head });
+            }
+        };
+        let tempered = self.clone().with_logits(operands.logit_scale / temperature, function);
         let expected = "a temperature that the scale and the softcap of the logits can be divided by";
         tempered.map_err(|_| Error::config("component_temperature", expected, temperature))
     }

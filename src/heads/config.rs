@@ -2,8 +2,9 @@
 
 use candle_core::Tensor;
 
+use crate::backend::logit_function::{check_logits, LogitFunction};
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_dropout, check_logits, check_number, check_product, check_sizes, check_vocab};
+use crate::tensors::checks::{check_dropout, check_number, check_product, check_sizes, check_vocab};
 
 /// The activation of the contexts.
 ///
@@ -84,10 +85,10 @@ pub struct MixtureConfig {
     /// (the paper's variational dropout on context vectors); hidden states `[positions, hidden]` get one mask per
     /// position. The default is 0.
     pub dropout: f64,
-    /// The scale of the logits, bias included, before the softcap. The default is 1.
+    /// The scale of the logits, bias included, before their function. The default is 1.
     pub logit_scale: f64,
-    /// The softcap of the logits, `z = cap tanh(z / cap)`. The default is none.
-    pub softcap: Option<f64>,
+    /// The function of the logits. The default is the identity.
+    pub logit_function: LogitFunction,
 }
 
 impl MixtureConfig {
@@ -103,7 +104,7 @@ impl MixtureConfig {
             activation: ContextActivation::Tanh,
             dropout: 0.0,
             logit_scale: 1.0,
-            softcap: None,
+            logit_function: LogitFunction::Identity,
         }
     }
 
@@ -132,7 +133,7 @@ impl MixtureConfig {
         MixtureConfig { dropout, ..self }
     }
 
-    /// Sets the scale of the logits, bias included, before the softcap.
+    /// Sets the scale of the logits, bias included, before their function.
     pub fn with_logit_scale(self, logit_scale: f64) -> Self {
         MixtureConfig { logit_scale, ..self }
     }
@@ -140,7 +141,12 @@ impl MixtureConfig {
     /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models at a
     /// Practical Size. 2024, arXiv 2408.00118).
     pub fn with_softcap(self, cap: f64) -> Self {
-        MixtureConfig { softcap: Some(cap), ..self }
+        self.with_logit_function(LogitFunction::Softcap(cap))
+    }
+
+    /// Sets the function of the logits.
+    pub fn with_logit_function(self, logit_function: LogitFunction) -> Self {
+        MixtureConfig { logit_function, ..self }
     }
 
     /// Computes initial values of `latent.weight` with components that start alike: `W_k` becomes `sqrt(1 - spread^2)
@@ -213,7 +219,7 @@ impl MixtureConfig {
         let latent = [self.components, self.context_dim, self.hidden_size];
         check_product("components * context_dim * hidden_size", &latent)?;
         check_dropout(self.dropout)?;
-        check_logits(self.logit_scale, self.softcap)
+        check_logits(self.logit_scale, self.logit_function)
     }
 }
 
@@ -277,7 +283,8 @@ struct MixtureFields {
     activation: Option<ContextActivation>,
     dropout: Option<f64>,
     logit_scale: Option<f64>,
-    softcap: Option<f64>,
+    #[serde(default, alias = "softcap", deserialize_with = "function_or_cap")]
+    logit_function: LogitFunction,
 }
 
 #[cfg(feature = "serde")]
@@ -291,7 +298,7 @@ impl From<MixtureFields> for MixtureConfig {
             activation: read.activation.unwrap_or(default.activation),
             dropout: read.dropout.unwrap_or(default.dropout),
             logit_scale: read.logit_scale.unwrap_or(default.logit_scale),
-            softcap: read.softcap,
+            logit_function: read.logit_function,
             ..default
         }
     }
@@ -307,4 +314,23 @@ pub(super) fn default_true() -> bool {
 #[cfg(feature = "serde")]
 pub(super) fn default_scale() -> f64 {
     1.0
+}
+
+/// Reads the function of the logits, which is a number or null where a file says `softcap`.
+#[cfg(feature = "serde")]
+pub(super) fn function_or_cap<'de, D: serde::Deserializer<'de>>(
+    from: D,
+) -> std::result::Result<LogitFunction, D::Error> {
+    use serde::Deserialize;
+
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Read {
+        Cap(Option<f64>),
+        Function(LogitFunction),
+    }
+    Ok(match Read::deserialize(from)? {
+        Read::Cap(cap) => cap.map_or(LogitFunction::Identity, LogitFunction::Softcap),
+        Read::Function(function) => function,
+    })
 }

@@ -170,8 +170,8 @@ impl Configured for Contexts {
     }
 
     fn decoder(config: &MixtureConfig) -> DecoderConfig {
-        let &MixtureConfig { vocab_size, context_dim, decoder_bias, logit_scale, softcap, .. } = config;
-        DecoderConfig { bias: decoder_bias, logit_scale, softcap, ..DecoderConfig::new(vocab_size, context_dim) }
+        let &MixtureConfig { vocab_size, context_dim, decoder_bias, logit_scale, logit_function, .. } = config;
+        DecoderConfig { bias: decoder_bias, logit_scale, logit_function, ..DecoderConfig::new(vocab_size, context_dim) }
     }
 }
 
@@ -333,7 +333,7 @@ impl Head<Contexts> {
     ///
     /// The projection has new variables, of the dtype of the head's parameters: `prior_weight` `[K, hidden]`, uniform within
     /// `1 / sqrt(hidden)`, `latent_weight` `[K hidden, hidden]`, K identities, and `latent_bias` `[K hidden]`, zero, without an
-    /// activation. The decoder is that of the head, with its adapter, scale and softcap.
+    /// activation. The decoder is that of the head, with its adapter, scale and function of the logits.
     ///
     /// # Errors
     ///

@@ -7,6 +7,7 @@ use candle_nn::{Embedding, VarBuilder};
 use super::mixture_layer::MixtureLayer;
 use super::output_layer::{select_hidden, OutputLayer};
 use super::projection::{Configured, Projection};
+use crate::backend::logit_function::LogitFunction;
 use crate::decoder::{CharCnn, Decoder, LowRankAdapter};
 use crate::decoding::Sampler;
 use crate::distributions::Distributions;
@@ -218,7 +219,7 @@ impl<P: Projection> Head<P> {
         Ok(Head { projection: self.projection.clone(), decoder: self.decoder.merged()? })
     }
 
-    /// Returns the head with another scale of the logits, bias included, before the softcap.
+    /// Returns the head with another scale of the logits, bias included, before their function.
     ///
     /// # Errors
     ///
@@ -234,7 +235,16 @@ impl<P: Projection> Head<P> {
     ///
     /// If the cap is not from 1e-30 to 1e30.
     pub fn with_softcap(self, cap: f64) -> Result<Self> {
-        Ok(Head { projection: self.projection, decoder: self.decoder.with_softcap(Some(cap))? })
+        self.with_logit_function(LogitFunction::Softcap(cap))
+    }
+
+    /// Returns the head with another function of the logits.
+    ///
+    /// # Errors
+    ///
+    /// If the cap of a softcap is not from 1e-30 to 1e30.
+    pub fn with_logit_function(self, function: LogitFunction) -> Result<Self> {
+        Ok(Head { projection: self.projection, decoder: self.decoder.with_logit_function(function)? })
     }
 }
 

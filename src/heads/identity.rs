@@ -9,9 +9,10 @@ use candle_nn::{Linear, VarBuilder};
 use super::head::Head;
 use super::mixture_layer::MixtureLayer;
 use super::projection::{Configured, Projection};
+use crate::backend::logit_function::{check_logits, LogitFunction};
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::error::{Error, Result};
-use crate::tensors::checks::{check_logits, check_product, check_sizes, check_vocab};
+use crate::tensors::checks::{check_product, check_sizes, check_vocab};
 use crate::tensors::dropout::DropoutMasks;
 
 /// The sizes and options of a [`SoftmaxHead`].
@@ -46,18 +47,20 @@ pub struct SoftmaxConfig {
     /// Whether the decoder has a bias. The default is true.
     #[cfg_attr(feature = "serde", serde(default = "super::config::default_true"))]
     pub decoder_bias: bool,
-    /// The scale of the logits, bias included, before the softcap. The default is 1.
+    /// The scale of the logits, bias included, before their function. The default is 1.
     #[cfg_attr(feature = "serde", serde(default = "super::config::default_scale"))]
     pub logit_scale: f64,
-    /// The softcap of the logits, `z = cap tanh(z / cap)`. The default is none.
-    #[cfg_attr(feature = "serde", serde(default))]
-    pub softcap: Option<f64>,
+    /// The function of the logits. The default is the identity.
+    #[cfg_attr(feature = "serde", serde(default, alias = "softcap"))]
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "super::config::function_or_cap"))]
+    pub logit_function: LogitFunction,
 }
 
 impl SoftmaxConfig {
     /// Makes the configuration of a head of these sizes, with a bias.
     pub fn new(hidden_size: usize, vocab_size: usize) -> Self {
-        SoftmaxConfig { hidden_size, vocab_size, decoder_bias: true, logit_scale: 1.0, softcap: None }
+        let logit_function = LogitFunction::Identity;
+        SoftmaxConfig { hidden_size, vocab_size, decoder_bias: true, logit_scale: 1.0, logit_function }
     }
 
     /// Sets whether the decoder has a bias.
@@ -65,7 +68,7 @@ impl SoftmaxConfig {
         SoftmaxConfig { decoder_bias, ..self }
     }
 
-    /// Sets the scale of the logits, bias included, before the softcap.
+    /// Sets the scale of the logits, bias included, before their function.
     pub fn with_logit_scale(self, logit_scale: f64) -> Self {
         SoftmaxConfig { logit_scale, ..self }
     }
@@ -73,7 +76,12 @@ impl SoftmaxConfig {
     /// Bounds the logits softly: `z = cap tanh(z / cap)` (Gemma Team: Gemma 2: Improving Open Language Models at a
     /// Practical Size. 2024, arXiv 2408.00118).
     pub fn with_softcap(self, cap: f64) -> Self {
-        SoftmaxConfig { softcap: Some(cap), ..self }
+        self.with_logit_function(LogitFunction::Softcap(cap))
+    }
+
+    /// Sets the function of the logits.
+    pub fn with_logit_function(self, logit_function: LogitFunction) -> Self {
+        SoftmaxConfig { logit_function, ..self }
     }
 
     /// Checks the sizes and options.
@@ -81,7 +89,7 @@ impl SoftmaxConfig {
         check_sizes(&[("hidden_size", self.hidden_size)])?;
         check_vocab(self.vocab_size)?;
         check_product("vocab_size * hidden_size", &[self.vocab_size, self.hidden_size])?;
-        check_logits(self.logit_scale, self.softcap)
+        check_logits(self.logit_scale, self.logit_function)
     }
 }
 
@@ -211,8 +219,8 @@ impl Configured for Identity {
     }
 
     fn decoder(config: &SoftmaxConfig) -> DecoderConfig {
-        let &SoftmaxConfig { hidden_size, vocab_size, decoder_bias, logit_scale, softcap } = config;
-        DecoderConfig { bias: decoder_bias, logit_scale, softcap, ..DecoderConfig::new(vocab_size, hidden_size) }
+        let &SoftmaxConfig { hidden_size, vocab_size, decoder_bias, logit_scale, logit_function } = config;
+        DecoderConfig { bias: decoder_bias, logit_scale, logit_function, ..DecoderConfig::new(vocab_size, hidden_size) }
     }
 }
 

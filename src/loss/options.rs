@@ -250,7 +250,7 @@ impl LossOptions {
     ///
     /// An evaluation is exact, whatever the negatives are. In a training step [`Loss::nll`](crate::Loss::nll) is the
     /// negative log-likelihood over the sample. The option cannot be combined with label smoothing, z-loss, correct
-    /// predictions or a softcap. The targets are read on the host: on a GPU this waits for the device.
+    /// predictions or a function of the logits. The targets are read on the host: on a GPU this waits for the device.
     ///
     /// # Examples
     ///

@@ -40,8 +40,8 @@ impl Mixture {
                 return unsupported("a decoder with an adapter");
             }
         }
-        let Operands { sizes, contexts, softcap, .. } = &self.operands;
-        match Sample::new(loss, contexts, sizes.vocab, *softcap, request)? {
+        let Operands { sizes, contexts, logit_function, .. } = &self.operands;
+        match Sample::new(loss, contexts, sizes.vocab, *logit_function, request)? {
             Some(sample) => self.sampled_loss(&sample, request),
             None => self.exact_loss(request),
         }

@@ -15,12 +15,13 @@ mod shard_loss;
 
 use candle_core::Tensor;
 
+use crate::backend::logit_function::{check_logits, LogitFunction};
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
 use crate::tensors::autograd::converted;
-use crate::tensors::checks::{check_alike, check_device, check_elements, check_logits, check_sizes, check_vocab};
+use crate::tensors::checks::{check_alike, check_device, check_elements, check_sizes, check_vocab};
 use crate::tensors::linear::as_matrix;
 use crate::tensors::transfer;
 pub(crate) use distill::{DistillLoss, Distillation};
@@ -149,7 +150,7 @@ impl Mixture {
                 bias,
                 logit_scale: 1.0,
                 precision: Precision::Full,
-                softcap: None,
+                logit_function: LogitFunction::Identity,
             },
         })
     }
@@ -161,18 +162,27 @@ impl Mixture {
     ///
     /// If `cap` is not from 1e-30 to 1e30.
     pub fn with_softcap(self, cap: f64) -> Result<Self> {
-        let logit_scale = self.operands.logit_scale;
-        self.with_logits(logit_scale, Some(cap))
+        self.with_logit_function(LogitFunction::Softcap(cap))
     }
 
-    /// Multiplies the logits, before the softcap: `z = scale (c W^T + b)`, in f32 (f64 for f64) for every dtype.
+    /// Sets the function of the logits of every result of this mixture.
+    ///
+    /// # Errors
+    ///
+    /// If the cap of a softcap is not from 1e-30 to 1e30.
+    pub fn with_logit_function(self, function: LogitFunction) -> Result<Self> {
+        let logit_scale = self.operands.logit_scale;
+        self.with_logits(logit_scale, function)
+    }
+
+    /// Multiplies the logits, before their function: `z = scale (c W^T + b)`, in f32 (f64 for f64) for every dtype.
     ///
     /// # Errors
     ///
     /// If `scale` is not from 1e-30 to 1e30.
     pub fn with_logit_scale(self, scale: f64) -> Result<Self> {
-        let softcap = self.operands.softcap;
-        self.with_logits(scale, softcap)
+        let function = self.operands.logit_function;
+        self.with_logits(scale, function)
     }
 
     /// Sets the precision of the matrix products of every result of this mixture: log-probabilities, token ids, samples
@@ -208,10 +218,10 @@ impl Mixture {
         }
     }
 
-    /// Sets the scale and the softcap of the logits.
-    pub(crate) fn with_logits(mut self, logit_scale: f64, softcap: Option<f64>) -> Result<Self> {
-        check_logits(logit_scale, softcap)?;
-        (self.operands.logit_scale, self.operands.softcap) = (logit_scale, softcap);
+    /// Sets the scale and the function of the logits.
+    pub(crate) fn with_logits(mut self, logit_scale: f64, function: LogitFunction) -> Result<Self> {
+        check_logits(logit_scale, function)?;
+        (self.operands.logit_scale, self.operands.logit_function) = (logit_scale, function);
         Ok(self)
     }
 

@@ -7,6 +7,7 @@
 
 use candle_core::{Tensor, D};
 
+use crate::backend::logit_function::{softplus, LogitFunction};
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Negatives, Request, SampledLoss};
@@ -28,19 +29,19 @@ pub(crate) struct Sample<'a> {
 
 impl<'a> Sample<'a> {
     /// Returns the sample of a request for a sampled loss, for contexts `[.., K, d]` and a decoder of this size and
-    /// softcap; `None` if there are no positions. The targets are read on the host, which waits for their device.
+    /// logit function; `None` if there are no positions. The targets are read on the host, which waits for their device.
     pub(crate) fn new(
         loss: &'a SampledLoss,
         contexts: &Tensor,
         vocab: usize,
-        softcap: Option<f64>,
+        function: LogitFunction,
         request: &Request<'a>,
     ) -> Result<Option<Self>> {
         let (SampledLoss::Softmax(negatives) | SampledLoss::Nce(negatives)) = loss;
         let [.., components, _] = *contexts.dims() else {
             return Err(Error::shape("contexts", "[.., components, context_dim]", contexts.dims()));
         };
-        check_support(loss, components, softcap, request)?;
+        check_support(loss, components, function, request)?;
         if request.targets.elem_count() == 0 {
             return Ok(None);
         }
@@ -94,18 +95,18 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// Returns an error if the options, the number of components or the softcap are not supported by a sampled loss.
-fn check_support(loss: &SampledLoss, components: usize, softcap: Option<f64>, request: &Request) -> Result<()> {
+/// Returns an error if the options, the number of components or the function of the logits are not supported by a sampled loss.
+fn check_support(loss: &SampledLoss, components: usize, function: LogitFunction, request: &Request) -> Result<()> {
     let (name, head) = match loss {
         SampledLoss::Softmax(_) => (OptionName::SampledSoftmax, "the sampled softmax"),
         SampledLoss::Nce(_) => (OptionName::Nce, "NCE"),
     };
     request.check_support(head, &[name, OptionName::DecoderRows])?;
     let unsupported = |option, head| Err(Error::Unsupported { option, head });
-    match loss {
-        SampledLoss::Softmax(_) if softcap.is_some() => unsupported(OptionName::Softcap, head),
-        SampledLoss::Nce(_) if components > 1 => unsupported(name, "a mixture of several softmaxes"),
-        SampledLoss::Softmax(_) | SampledLoss::Nce(_) => Ok(()),
+    match (loss, function.option()) {
+        (SampledLoss::Softmax(_), Some(function)) => unsupported(function, head),
+        (SampledLoss::Nce(_), _) if components > 1 => unsupported(name, "a mixture of several softmaxes"),
+        (SampledLoss::Softmax(_) | SampledLoss::Nce(_), _) => Ok(()),
     }
 }
 
@@ -120,15 +121,4 @@ fn check_possible(targets: &[Option<usize>], negatives: &Negatives) -> Result<()
         }
         None => Ok(()),
     }
-}
-
-/// Computes `log(1 + exp(x))`.
-fn softplus(x: &Tensor) -> Result<Tensor> {
-    // Infinite values have no gradient.
-    let infinite = x.gt(1e30)?;
-    let finite = infinite.where_cond(&x.zeros_like()?, x)?;
-    // The largest is a constant, so that the derivative at zero is one half.
-    let largest = finite.detach().relu()?;
-    let value = ((&finite - &largest)?.exp()? + largest.neg()?.exp()?)?.log()?.add(&largest)?;
-    Ok(infinite.where_cond(&x.detach(), &value)?)
 }

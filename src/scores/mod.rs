@@ -47,7 +47,7 @@ pub(crate) use composed::{are_argmax, compose_scores};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ScoreOptions {
-    /// The temperature of the distribution, after scale and softcap: the mixture's log-probabilities are divided by it
+    /// The temperature of the distribution, after scale and function of the logits: the mixture's log-probabilities are divided by it
     /// and normalised again. The default is 1.
     pub temperature: f64,
     /// Whether the entropy is computed. The default is false.

@@ -131,17 +131,6 @@ pub(crate) fn check_log_prob_tensor(
     Err(Error::Value { argument, expected: LOG_PROBS, position: position(row), index, got: largest[row] })
 }
 
-/// Checks the scale and the softcap of logits.
-pub(crate) fn check_logits(logit_scale: f64, softcap: Option<f64>) -> Result<()> {
-    // Numbers in this range are numbers in f32 too.
-    let is_valid = |x: f64| (1e-30..=1e30).contains(&x);
-    check_number(is_valid(logit_scale), "logit_scale", "from 1e-30 to 1e30", logit_scale)?;
-    match softcap {
-        Some(cap) => check_number(is_valid(cap), "softcap", "from 1e-30 to 1e30", cap),
-        None => Ok(()),
-    }
-}
-
 /// Checks that no size is zero.
 pub(crate) fn check_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     match sizes.iter().find(|(_, size)| *size == 0) {

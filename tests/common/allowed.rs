@@ -1,6 +1,7 @@
 //! Random mixtures whose distributions are restricted to sets of ids: plain loops in f64, and candle's operations.
 
 use candle_core::{DType, Device, Result, Tensor};
+use mos_head::parts::LogitFunction;
 use mos_head::sets::AllowedIds;
 use rand::{rngs::StdRng, SeedableRng};
 
@@ -30,8 +31,11 @@ pub fn cases() -> Vec<Problem> {
     ] {
         let case = Problem { sets, ..Problem::new(positions, components, d, vocab) };
         cases.push(case);
-        cases.push(Problem { logit_scale: 0.7, softcap: Some(1.3), temperature: 0.6, ..case });
+        cases.push(Problem { logit_scale: 0.7, function: LogitFunction::Softcap(1.3), temperature: 0.6, ..case });
         cases.push(Problem { bias: false, transposed: true, temperature: 1.7, ..case });
+    }
+    for (components, sets) in [(1, Sets::Each(6)), (1, Sets::Shared(9)), (3, Sets::Each(12)), (3, Sets::Shared(9))] {
+        cases.push(Problem { function: LogitFunction::Sigsoftmax, sets, ..Problem::new(5, components, 7, 37) });
     }
     cases
 }

@@ -6,6 +6,7 @@ use super::composed::{log_softmax, Operands};
 use super::on;
 use super::values::draw;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use mos_head::parts::LogitFunction;
 use mos_head::{ContextActivation, Mixture};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
@@ -43,16 +44,29 @@ impl Sizes {
     }
 }
 
-/// The transformation of the logits: `z = cap tanh(scale (c W^T + b) / cap)`.
+/// The transformation of the logits: `z = f(scale (c W^T + b))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Logits {
     pub scale: f64,
-    pub softcap: Option<f64>,
+    pub function: LogitFunction,
 }
 
 impl Logits {
     /// The identity.
-    pub const PLAIN: Self = Self { scale: 1.0, softcap: None };
+    pub const PLAIN: Self = Self { scale: 1.0, function: LogitFunction::Identity };
+
+    /// The logit z and dz / du from the product `u` of context and decoder, bias included.
+    pub fn value_and_slope(&self, u: f64) -> (f64, f64) {
+        let u = self.scale * u;
+        let (z, slope) = match self.function {
+            LogitFunction::Identity => (u, 1.0),
+            LogitFunction::Softcap(cap) => (cap * (u / cap).tanh(), 1.0 - (u / cap).tanh().powi(2)),
+            LogitFunction::Sigsoftmax if u < 0.0 => (2.0 * u - u.exp().ln_1p(), 1.0 + 1.0 / (1.0 + u.exp())),
+            LogitFunction::Sigsoftmax => (u - (-u).exp().ln_1p(), 1.0 + (-u).exp() / (1.0 + (-u).exp())),
+            other => panic!("{other:?} has no reference"),
+        };
+        (z, self.scale * slope)
+    }
 }
 
 #[derive(Clone, Debug)]

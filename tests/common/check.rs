@@ -39,10 +39,7 @@ impl Layer {
                 tensors.get("decoder.bias"),
             )?;
             let mixture = mixture.with_logit_scale(case.logits.scale)?;
-            return Ok(Self::Mixture(match case.logits.softcap {
-                Some(cap) => mixture.with_softcap(cap)?,
-                None => mixture,
-            }));
+            return Ok(Self::Mixture(mixture.with_logit_function(case.logits.function)?));
         }
         Ok(Self::Head(build(case, tensors)?, tensors["hidden"].clone()))
     }
@@ -69,14 +66,10 @@ impl Layer {
     }
 }
 
-/// The head with the case's logit scale and softcap.
+/// The head with the case's logit scale and logit function.
 macro_rules! finished {
     ($head:expr, $case:expr) => {{
-        let head = $head.with_logit_scale($case.logits.scale)?;
-        match $case.logits.softcap {
-            Some(cap) => head.with_softcap(cap)?,
-            None => head,
-        }
+        $head.with_logit_scale($case.logits.scale)?.with_logit_function($case.logits.function)?
     }};
 }
 

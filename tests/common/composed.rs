@@ -4,6 +4,7 @@
 //! Softmaxes are written out, because candle's fused ones drop gradients.
 
 use candle_core::{DType, Device, Result, Tensor, D};
+use mos_head::parts::LogitFunction;
 use mos_head::{ContextActivation, Mixture, Reduction};
 
 use super::case::{Head, Logits, Tensors};
@@ -68,9 +69,15 @@ impl Operands {
         if finish.scale != 1.0 {
             logits = (logits * finish.scale)?;
         }
-        if let Some(cap) = finish.softcap {
-            logits = ((logits / cap)?.tanh()? * cap)?;
-        }
+        logits = match finish.function {
+            LogitFunction::Softcap(cap) => ((logits / cap)?.tanh()? * cap)?,
+            // log sigma(z) is the log-softmax of z beside zero, at z.
+            LogitFunction::Sigsoftmax => {
+                let beside_zero = Tensor::stack(&[&logits, &logits.zeros_like()?], 2)?;
+                (&logits + log_softmax(&beside_zero)?.narrow(2, 0, 1)?.squeeze(2)?)?
+            }
+            _ => logits,
+        };
         logits.reshape((positions, k, ()))
     }
 
@@ -95,7 +102,7 @@ impl Operands {
     pub fn mixture(&self, finish: Logits) -> mos_head::Result<Mixture> {
         let mixture = Mixture::new(&self.contexts, self.log_priors.as_ref(), &self.weight, self.bias.as_ref())?;
         let mixture = mixture.with_logit_scale(finish.scale)?;
-        finish.softcap.map_or(Ok(mixture.clone()), |cap| mixture.with_softcap(cap))
+        mixture.with_logit_function(finish.function)
     }
 
     /// Log-probabilities `[positions, vocab]` and each component's log-sum-exp `[positions, K]`.

@@ -1,6 +1,7 @@
 //! A random mixture by its sizes and settings, on which scores, sets of allowed ids and distillation are tested.
 
 use candle_core::{DType, Result};
+use mos_head::parts::LogitFunction;
 use mos_head::Mixture;
 
 use super::case::{Case, Head, Logits, Sizes, Tensors};
@@ -25,7 +26,7 @@ pub struct Problem {
     /// The spread of the logits.
     pub spread: f64,
     pub logit_scale: f64,
-    pub softcap: Option<f64>,
+    pub function: LogitFunction,
     pub bias: bool,
     /// Whether the bias of every third id is minus infinity.
     pub masked: bool,
@@ -49,7 +50,7 @@ impl Problem {
             vocab,
             spread: 1.0,
             logit_scale: 1.0,
-            softcap: None,
+            function: LogitFunction::Identity,
             bias: true,
             masked: false,
             transposed: false,
@@ -80,7 +81,7 @@ impl Problem {
     }
 
     pub fn logits(&self) -> Logits {
-        Logits { scale: self.logit_scale, softcap: self.softcap }
+        Logits { scale: self.logit_scale, function: self.function }
     }
 
     /// What the mixture is made of, from the tensors of the case.

@@ -118,8 +118,10 @@ impl<'a> Decoder<'a> {
 struct Position<'a> {
     contexts: &'a [f64],
     log_priors: &'a [f64],
-    /// `[K][vocab]`, soft-capped.
+    /// `[K][vocab]`, after their function.
     logits: Vec<Vec<f64>>,
+    /// `[K][vocab]`: the derivative of each logit in the product of context and decoder.
+    slopes: Vec<Vec<f64>>,
     lse: Vec<f64>,
     log_probs: Vec<f64>,
 }
@@ -128,18 +130,18 @@ impl<'a> Position<'a> {
     fn new(contexts: &'a [f64], log_priors: &'a [f64], decoder: &Decoder) -> Self {
         let d = contexts.len() / log_priors.len();
         let logit = |context: &[f64], v: usize| {
-            let z = dot(context, &decoder.weight[v * d..][..d]);
-            let z = decoder.logits.scale * (z + decoder.bias.map_or(0.0, |b| b[v]));
-            decoder.logits.softcap.map_or(z, |cap| cap * (z / cap).tanh())
+            let product = dot(context, &decoder.weight[v * d..][..d]) + decoder.bias.map_or(0.0, |b| b[v]);
+            decoder.logits.value_and_slope(product)
         };
         let vocab = decoder.weight.len() / d;
-        let row = |context| (0..vocab).map(|v| logit(context, v)).collect();
-        let logits: Vec<Vec<f64>> = contexts.chunks(d).map(row).collect();
+        let row = |context| (0..vocab).map(|v| logit(context, v)).unzip();
+        let (logits, slopes): (Vec<Vec<f64>>, _) = contexts.chunks(d).map(row).unzip();
         let mut position = Self {
             contexts,
             log_priors,
             lse: logits.iter().map(|z| log_sum_exp(z)).collect(),
             logits,
+            slopes,
             log_probs: vec![],
         };
         position.log_probs = (0..vocab).map(|v| log_sum_exp(&position.joint(v))).collect();
@@ -200,9 +202,7 @@ impl Slopes {
             let push = masses[i] + 2.0 * objective.z_loss * position.lse[i] / k as f64;
             for (v, &z) in position.logits[i].iter().enumerate() {
                 let softmax = (z - position.lse[i]).exp();
-                let Logits { scale, softcap } = decoder.logits;
-                let slope = scale * softcap.map_or(1.0, |cap| 1.0 - (z / cap).powi(2));
-                let dz = back * slope * (push * softmax - pulls[i][v]);
+                let dz = back * position.slopes[i][v] * (push * softmax - pulls[i][v]);
                 let row = &decoder.weight[v * d..][..d];
                 add_scaled(&mut self.contexts[(t * k + i) * d..][..d], dz, row);
                 add_scaled(&mut self.weight[v * d..][..d], dz, context);

@@ -12,12 +12,13 @@ pub(crate) enum Choice {
     ZLoss,
     Softcap,
     LogitScale,
+    Sigsoftmax,
     SumReduction,
     NoReduction,
 }
 
 /// Every choice. If both reductions are chosen, it is the sum.
-pub(crate) const CHOICES: [Choice; 9] = [
+pub(crate) const CHOICES: [Choice; 10] = [
     IgnoredIndex,
     PositionWeights,
     ClassWeights,
@@ -25,6 +26,7 @@ pub(crate) const CHOICES: [Choice; 9] = [
     ZLoss,
     Softcap,
     LogitScale,
+    Sigsoftmax,
     SumReduction,
     NoReduction,
 ];
@@ -36,7 +38,7 @@ pub(crate) const MOST_UNREDUCED: &[Choice] =
     &[IgnoredIndex, PositionWeights, ClassWeights, LabelSmoothing, ZLoss, Softcap, NoReduction];
 
 /// No choice, and each by itself.
-pub(crate) const ALONE: [&[Choice]; 10] = [
+pub(crate) const ALONE: [&[Choice]; 11] = [
     &[],
     &[SumReduction],
     &[NoReduction],
@@ -47,10 +49,11 @@ pub(crate) const ALONE: [&[Choice]; 10] = [
     &[ZLoss],
     &[Softcap],
     &[LogitScale],
+    &[Sigsoftmax],
 ];
 
 /// Several choices at once.
-pub(crate) const COMBINED: [&[Choice]; 26] = [
+pub(crate) const COMBINED: [&[Choice]; 28] = [
     &[IgnoredIndex, PositionWeights],
     &[IgnoredIndex, ClassWeights],
     &[IgnoredIndex, LabelSmoothing],
@@ -74,6 +77,8 @@ pub(crate) const COMBINED: [&[Choice]; 26] = [
     &[IgnoredIndex, PositionWeights, ClassWeights, LabelSmoothing, ZLoss, Softcap, SumReduction],
     MOST_UNREDUCED,
     &[LogitScale, Softcap],
+    &[LogitScale, Sigsoftmax],
+    &[Sigsoftmax, LabelSmoothing, ZLoss],
     &[LogitScale, ZLoss, NoReduction],
     &[IgnoredIndex, PositionWeights, ClassWeights, LabelSmoothing, ZLoss, Softcap, LogitScale],
     &[IgnoredIndex, PositionWeights, ClassWeights, LabelSmoothing, ZLoss, Softcap, LogitScale, NoReduction],

@@ -8,7 +8,7 @@ use super::locked_weight::{locked_weight, LockedWeight};
 use super::memory::zeros;
 use super::operands::decoder::{DecoderMatrix, DecoderView, MatrixValues};
 use super::operands::dtype::{locked, Accumulator, Locked, Stored};
-use super::vector::math::Softcap;
+use super::vector::logit_map::LogitMap;
 use super::vector::simd::{Isa, ROW_ALIGN};
 use crate::backend::operands::{Operands, Sizes};
 use crate::error::Result;
@@ -18,7 +18,7 @@ pub(crate) struct Inputs<'a, F: Accumulator> {
     pub(crate) sizes: Sizes,
     pub(crate) isa: Isa,
     pub(crate) logit_scale: F,
-    pub(crate) softcap: Option<Softcap<F>>,
+    pub(crate) logit_map: Option<LogitMap<F>>,
     /// `[positions, K, d]`
     pub(crate) contexts: Stored<'a, F>,
     pub(crate) decoder: DecoderView<'a, F>,
@@ -71,9 +71,9 @@ impl<G: Deref<Target = Storage>, W: Deref<Target = Storage>> LockedOperands<'_, 
         };
         bias.iter_mut().for_each(|b| *b *= logit_scale);
         bias.resize(rows.next_multiple_of(ROW_ALIGN), num_traits::Float::neg_infinity());
-        let softcap = operands.softcap.map(|cap| Softcap::new(F::from_f64(cap)));
+        let logit_map = LogitMap::new(operands.logit_function);
         let contexts = contexts.stored()?;
-        Ok(Inputs { sizes, isa, logit_scale, softcap, contexts, decoder, log_priors, bias })
+        Ok(Inputs { sizes, isa, logit_scale, logit_map, contexts, decoder, log_priors, bias })
     }
 }
 

@@ -19,6 +19,7 @@ use super::tiles::unit::TileUnit;
 use super::vector::simd::Isa;
 
 use crate::backend::cpu;
+use crate::backend::logit_function::LogitFunction::{self, Identity, Sigsoftmax, Softcap};
 use crate::backend::objective::{GradScale, LossResults, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Plan, Planned};
@@ -36,7 +37,7 @@ struct Case {
     slope: f64,
     dtype: DType,
     transposed: bool,
-    softcap: Option<f64>,
+    function: LogitFunction,
     terms: LossTerms,
     needs_grad: NeedsGrad,
     /// The budget of the workspace, as a multiple of the least.
@@ -51,7 +52,7 @@ impl Case {
             slope: 0.0,
             dtype: DType::F32,
             transposed: false,
-            softcap: None,
+            function: Identity,
             terms: LossTerms::default(),
             needs_grad: ALL,
             budget: None,
@@ -91,7 +92,7 @@ impl Case {
             own_shifts: None,
             so_far: None,
         };
-        let (logit_scale, softcap) = (0.8, self.softcap);
+        let (logit_scale, logit_function) = (0.8, self.function);
         let operands = Operands {
             sizes: self.sizes,
             contexts,
@@ -101,7 +102,7 @@ impl Case {
             adapter,
             bias: Some(bias),
             logit_scale,
-            softcap,
+            logit_function,
             precision: Precision::Full,
         };
         Ok((operands, Objective::Targets(loss)))
@@ -250,8 +251,14 @@ fn both_computations_agree_whatever_the_order_of_the_logits() -> Result<()> {
 #[test]
 fn both_computations_agree_with_options() -> Result<()> {
     let z_loss = LossTerms { z_loss: 0.01, ..LossTerms::default() };
-    for (softcap, terms) in [(Some(2.0), LossTerms::default()), (None, z_loss), (Some(30.0), z_loss)] {
-        Case { softcap, terms, slope: 20.0, ..Case::new(30, 4, 20, 1200) }.check()?;
+    for (function, terms) in [
+        (Softcap(2.0), LossTerms::default()),
+        (Identity, z_loss),
+        (Softcap(30.0), z_loss),
+        (Sigsoftmax, LossTerms::default()),
+        (Sigsoftmax, z_loss),
+    ] {
+        Case { function, terms, slope: 20.0, ..Case::new(30, 4, 20, 1200) }.check()?;
     }
     let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
     for needs_grad in [
@@ -307,8 +314,14 @@ fn tiles_agree_with_vectors_with_options() -> Result<()> {
     for slope in [-400.0, -60.0, 60.0, 400.0] {
         Case { slope, ..case }.check_tiles()?;
     }
-    for (softcap, terms) in [(Some(2.0), LossTerms::default()), (None, z_loss), (Some(30.0), z_loss)] {
-        Case { softcap, terms, slope: 20.0, ..case }.check_tiles()?;
+    for (function, terms) in [
+        (Softcap(2.0), LossTerms::default()),
+        (Identity, z_loss),
+        (Softcap(30.0), z_loss),
+        (Sigsoftmax, LossTerms::default()),
+        (Sigsoftmax, z_loss),
+    ] {
+        Case { function, terms, slope: 20.0, ..case }.check_tiles()?;
     }
     let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
     for needs_grad in [

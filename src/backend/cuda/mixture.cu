@@ -21,6 +21,7 @@ FUNCTION float exponential(float x) { return expf(x); }
 FUNCTION float fast_exponential(float x) { return __expf(x); }
 FUNCTION float logarithm(float x) { return logf(x); }
 FUNCTION float hyperbolic_tangent(float x) { return tanhf(x); }
+FUNCTION float square_root(float x) { return sqrtf(x); }
 FUNCTION float larger(float x, float y) { return fmaxf(x, y); }
 FUNCTION float shuffled(float x, int lane) { return __shfl_xor_sync(0xffffffffu, x, lane); }
 FUNCTION int shuffled(int x, int lane) { return __shfl_xor_sync(0xffffffffu, x, lane); }

@@ -2,6 +2,7 @@
 //! [`Gpu::address`](super::device::Gpu::address), and zero is null. The structures of `kernels/arguments.h` say what
 //! each field is.
 
+use crate::backend::logit_function::LogitFunction;
 use crate::backend::objective;
 
 /// `struct Logits` of `kernels/arguments.h`.
@@ -11,10 +12,20 @@ pub(in crate::backend) struct LogitsArgument {
     pub(in crate::backend) z: u64,
     pub(in crate::backend) bias: u64,
     pub(in crate::backend) scale: f32,
-    pub(in crate::backend) softcap: f32,
+    pub(in crate::backend) cap: f32,
+    pub(in crate::backend) function: i32,
     pub(in crate::backend) vocab: i32,
     pub(in crate::backend) stride: i64,
     pub(in crate::backend) components: i32,
+}
+
+/// Returns the number of a function of the logits in `kernels/arguments.h`, and the cap, which only a softcap has.
+pub(super) fn function_and_cap(function: LogitFunction) -> (i32, f32) {
+    match function {
+        LogitFunction::Identity => (0, 0.0),
+        LogitFunction::Softcap(cap) => (1, cap as f32),
+        LogitFunction::Sigsoftmax => (2, 0.0),
+    }
 }
 
 /// `struct Objective` of `kernels/arguments.h`.

@@ -5,10 +5,11 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use super::arguments::{LogitsArgument, ObjectiveArgument, Read, RowsArgument, Write};
+use super::arguments::{function_and_cap, LogitsArgument, ObjectiveArgument, Read, RowsArgument, Write};
 use super::columns::{product_dtype, DeviceColumns};
 use super::device::{Buffer, DeviceProduct, Gpu};
 use super::kernels::{KernelArguments, MixtureLogProbsArguments, RowLogSumExpArguments, TopKArguments};
+use crate::backend::logit_function::LogitFunction;
 use crate::backend::operands::Sizes;
 use crate::backend::plan::Planned;
 use crate::backend::shard::VocabShard;
@@ -25,7 +26,7 @@ pub(super) struct DeviceOperands {
     log_priors: Option<Buffer>,
     bias: Option<Buffer>,
     logit_scale: f32,
-    pub(super) softcap: f32,
+    pub(super) logit_function: LogitFunction,
 }
 
 impl DeviceOperands {
@@ -39,7 +40,7 @@ impl DeviceOperands {
             log_priors: Buffer::from_option(gpu, &operands.log_priors)?,
             bias: Buffer::from_option(gpu, &operands.bias)?,
             logit_scale: operands.logit_scale as f32,
-            softcap: operands.softcap.unwrap_or(0.0) as f32,
+            logit_function: operands.logit_function,
         })
     }
 
@@ -128,14 +129,16 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// The arguments of the chunk that has the given positions, without an objective.
     pub(super) fn arguments(&self, positions: &Range<usize>) -> ChunkArguments {
-        let DeviceOperands { sizes, log_priors, bias, logit_scale, softcap, .. } = &self.inputs;
+        let DeviceOperands { sizes, log_priors, bias, logit_scale, logit_function, .. } = &self.inputs;
+        let (function, cap) = function_and_cap(*logit_function);
         let first_row = positions.start * sizes.components;
         ChunkArguments {
             logits: LogitsArgument {
                 z: self.logits.at(0),
                 bias: Buffer::or_null(bias),
                 scale: *logit_scale,
-                softcap: *softcap,
+                cap,
+                function,
                 vocab: sizes.vocab as i32,
                 stride: self.stride as i64,
                 components: sizes.components as i32,

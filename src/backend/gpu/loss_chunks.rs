@@ -98,7 +98,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             let is_relative = sums == Sums::Final
                 && matches!(targets, DeviceTargets::Hard)
                 && objective.terms.z_loss == 0.0
-                && chunks.inputs.softcap == 0.0
+                && chunks.inputs.logit_function.is_identity()
                 && chunks.gpu.kind().product_dtype(chunks.inputs.dtype) == DType::BF16;
             DeviceGradients::new(&chunks, has_own_targets, is_relative, sums, so_far)
         };
@@ -290,7 +290,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             };
             return arguments.launch_for(self.chunks.gpu, dtype, rows.len().div_ceil(WARPS));
         }
-        if self.has_only_targets() && self.chunks.inputs.softcap == 0.0 {
+        if self.has_only_targets() && self.chunks.inputs.logit_function.is_identity() {
             let arguments =
                 RowTargetGradientArguments { logits, objective, rows: row_values, gradient: Write(address) };
             return arguments.launch_for(self.chunks.gpu, dtype, rows.len());
@@ -328,7 +328,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         })
     }
 
-    /// Whether no id has mass but targets. Own targets are never with a softcap, which a sampled softmax refuses.
+    /// Whether no id has mass but targets. Own targets are never with a function of the logits, which a sampled softmax refuses.
     fn has_only_targets(&self) -> bool {
         !matches!(self.targets, DeviceTargets::Soft(_) | DeviceTargets::Scored(_))
     }

@@ -29,7 +29,8 @@ pub(in crate::backend) fn bindings(arguments: &[Argument]) -> Vec<Binding> {
                 numbers(&[
                     &x.stride.to_ne_bytes(),
                     &x.scale.to_ne_bytes(),
-                    &x.softcap.to_ne_bytes(),
+                    &x.cap.to_ne_bytes(),
+                    &x.function.to_ne_bytes(),
                     &x.vocab.to_ne_bytes(),
                     &x.components.to_ne_bytes(),
                 ]),

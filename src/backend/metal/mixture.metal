@@ -32,6 +32,7 @@ FUNCTION float exponential(float x) { return precise::exp(x); }
 FUNCTION float fast_exponential(float x) { return fast::exp(x); }
 FUNCTION float logarithm(float x) { return precise::log(x); }
 FUNCTION float hyperbolic_tangent(float x) { return precise::tanh(x); }
+FUNCTION float square_root(float x) { return precise::sqrt(x); }
 FUNCTION float larger(float x, float y) { return fmax(x, y); }
 FUNCTION float shuffled(float x, int lane) { return simd_shuffle_xor(x, ushort(lane)); }
 FUNCTION int shuffled(int x, int lane) { return simd_shuffle_xor(x, ushort(lane)); }
@@ -107,7 +108,8 @@ using namespace functions;
 struct LogitsNumbers {
     i64 stride;
     float scale;
-    float softcap;
+    float cap;
+    int function;
     int vocab;
     int components;
 };
@@ -141,8 +143,8 @@ struct ScoredNumbers {
 #define SCORED device const i64 *candidates, device float *score_values, constant ScoredNumbers &scored_numbers
 #define LOGITS_AT(first)                                                                                               \
     Logits {                                                                                                           \
-        z, GIVEN(first + 1, bias), logits_numbers.scale, logits_numbers.softcap, logits_numbers.vocab,                 \
-            logits_numbers.stride, logits_numbers.components                                                           \
+        z, GIVEN(first + 1, bias), logits_numbers.scale, logits_numbers.cap, logits_numbers.function,                  \
+            logits_numbers.vocab, logits_numbers.stride, logits_numbers.components                                     \
     }
 // The fields are copied one by one, because no constructor copies a whole structure out of the constant address space.
 #define LOSS_TERMS(terms) { terms.z_loss, terms.unit }

@@ -1,7 +1,7 @@
 //! The objective of one position, from the log-sum-exps of its components and the logits of its targets. One pass and two
 //! passes share it.
 //!
-//! With the logits `z` of component k (after bias and softcap), its prior `pi` and the target `y`:
+//! With the logits `z` of component k (after bias and logit function), its prior `pi` and the target `y`:
 //!
 //! ```text
 //! lse_k     = log sum_v exp z_kv                                       row log-sum-exp
@@ -77,7 +77,7 @@ pub(crate) struct Components<F> {
     pub(crate) hard_mass: Vec<F>,
     /// `R_k`.
     pub(crate) mass: Vec<F>,
-    /// `[candidates, K]`: each candidate's part of `R_k`, times the slope of the softcap at its logit.
+    /// `[candidates, K]`: each candidate's part of `R_k`, times the slope of the logit function at its logit.
     pub(crate) candidate_masses: Vec<F>,
 }
 
@@ -109,7 +109,7 @@ impl<F: Float> Components<F> {
     }
 
     /// Adds the candidates' masses. `candidate_logit` returns the logit of a component and the j-th candidate, `slope` the
-    /// slope of the softcap at a logit.
+    /// slope of the logit function at a logit.
     pub(crate) fn add_candidates(
         &mut self,
         candidates: &[(usize, F)],

@@ -13,7 +13,7 @@
 //! is the probability of the argmax. The bound of a single component is the probability of an id of the tile: only a
 //! tie in the leader's own tile needs the logits.
 
-use super::exponentials::{ApplySoftcap, FirstProductResults};
+use super::exponentials::{ApplyLogitMap, FirstProductResults};
 use super::format::{FirstOperands, Format};
 use super::layout::Panel;
 use crate::backend::cpu::inputs::Inputs;
@@ -219,8 +219,8 @@ impl<F: Accumulator, X: Format<F>> ArgmaxSearch<'_, F, X> {
                 is_first_tile: true,
             };
             self.format.multiply(operands, logits, |logits, _| {
-                if let Some(softcap) = self.inputs.softcap {
-                    F::dispatch(self.inputs.isa, ApplySoftcap { tile: logits, softcap });
+                if let Some(map) = self.inputs.logit_map {
+                    F::dispatch(self.inputs.isa, ApplyLogitMap { tile: logits, map });
                 }
                 self.add_values(&leader.scales, panel, logits, values);
             });

@@ -5,7 +5,8 @@ use super::layout::{ChunkIds, Layout, Panel};
 use super::top_logits::TopLogits;
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::products::panel::lanes;
-use crate::backend::cpu::vector::math::{exp_or_zero, finite_or_zero, not_negative, weighted, LogSumExp, Softcap};
+use crate::backend::cpu::vector::logit_map::LogitMap;
+use crate::backend::cpu::vector::math::{exp_or_zero, finite_or_zero, not_negative, weighted, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::parallel;
 use crate::backend::shared_rows::SharedRow;
@@ -111,12 +112,12 @@ impl<F: Float> Kernel<F> for UpdateOffsets<'_, F> {
 }
 
 /// Turns logits `[ids, width]`, for which the offsets are up to date, into `exp(z - offset)`, times the slope of the
-/// softcap if there is one. Adds the exponentials to the sums, and to the moments if these are needed.
+/// logit function if there is one. Adds the exponentials to the sums, and to the moments if these are needed.
 pub(super) struct Exponentiate<'a, F> {
     pub(super) tile: &'a mut [F],
     pub(super) running: &'a mut RunningSums<F>,
-    /// The softcap, which has been applied to the logits already.
-    pub(super) softcap: Option<Softcap<F>>,
+    /// The function of the logits, which has been applied to the logits already.
+    pub(super) logit_map: Option<LogitMap<F>>,
 }
 
 impl<F: Float> Kernel<F> for Exponentiate<'_, F> {
@@ -124,28 +125,27 @@ impl<F: Float> Kernel<F> for Exponentiate<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let Exponentiate { tile, running, softcap } = self;
-        let no_softcap = Softcap::new(F::one());
-        match (softcap, running.moment.is_empty()) {
-            (None, true) => exponentiate::<false, false, F, V>(v, tile, running, no_softcap),
-            (None, false) => exponentiate::<false, true, F, V>(v, tile, running, no_softcap),
-            (Some(softcap), true) => exponentiate::<true, false, F, V>(v, tile, running, softcap),
-            (Some(softcap), false) => exponentiate::<true, true, F, V>(v, tile, running, softcap),
+        let Exponentiate { tile, running, logit_map } = self;
+        match (logit_map, running.moment.is_empty()) {
+            (None, true) => exponentiate::<false, false, F, V>(v, tile, running, logit_map),
+            (None, false) => exponentiate::<false, true, F, V>(v, tile, running, logit_map),
+            (Some(_), true) => exponentiate::<true, false, F, V>(v, tile, running, logit_map),
+            (Some(_), false) => exponentiate::<true, true, F, V>(v, tile, running, logit_map),
         }
     }
 }
 
-/// As [`Exponentiate`], compiled with or without a softcap and moments.
+/// As [`Exponentiate`], compiled with or without a function of the logits, and moments.
 #[inline(always)]
-fn exponentiate<const CAP: bool, const MOMENT: bool, F: Float, V: Vector<F>>(
+fn exponentiate<const MAPPED: bool, const MOMENT: bool, F: Float, V: Vector<F>>(
     v: V,
     tile: &mut [F],
     running: &mut RunningSums<F>,
-    softcap: Softcap<F>,
+    logit_map: Option<LogitMap<F>>,
 ) {
     let lanes = lanes::<F, V>();
     let n = running.offset.len() / lanes;
-    let zero = v.splat(F::zero());
+    let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
     let negligible = v.splat(F::NEGLIGIBLE_EXPONENT);
     for j in 0..n {
         let offset = V::registers(&running.offset)[j];
@@ -161,7 +161,7 @@ fn exponentiate<const CAP: bool, const MOMENT: bool, F: Float, V: Vector<F>>(
                 // An impossible id adds nothing.
                 moment = v.mul_add(e, v.if_equal(e, zero, zero, exponent), moment);
             }
-            row[j] = if CAP { v.mul(e, softcap.slope(v, z)) } else { e };
+            row[j] = if MAPPED { v.mul(e, logit_map.map_or(one, |map| map.slope(v, z))) } else { e };
         }
         add_lanes(v, sum, &mut running.sum[j * lanes..]);
         if MOMENT {
@@ -179,19 +179,19 @@ fn add_lanes<F: Float, V: Vector<F>>(v: V, values: V::Reg, totals: &mut [f64]) {
     totals.iter_mut().zip(stored).for_each(|(total, value)| *total += value.f64());
 }
 
-/// Applies the softcap to a tile of logits.
-pub(super) struct ApplySoftcap<'a, F> {
+/// Applies a function to a tile of logits.
+pub(super) struct ApplyLogitMap<'a, F> {
     pub(super) tile: &'a mut [F],
-    pub(super) softcap: Softcap<F>,
+    pub(super) map: LogitMap<F>,
 }
 
-impl<F: Float> Kernel<F> for ApplySoftcap<'_, F> {
+impl<F: Float> Kernel<F> for ApplyLogitMap<'_, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
         for z in V::registers_mut(self.tile) {
-            *z = self.softcap.apply(v, *z);
+            *z = self.map.apply(v, *z);
         }
     }
 }

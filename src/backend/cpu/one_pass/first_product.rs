@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::exponentials::{ApplySoftcap, Exponentiate, RunningSums, SegmentSums, UpdateOffsets};
+use super::exponentials::{ApplyLogitMap, Exponentiate, RunningSums, SegmentSums, UpdateOffsets};
 use super::format::{FirstOperands, Format};
 use super::gradients::Scale;
 use super::layout::{ChunkIds, Layout, Panel};
@@ -193,9 +193,9 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
         logits: &mut [F],
         products: &mut [F],
     ) {
-        let (isa, softcap) = (self.inputs.isa, self.inputs.softcap);
-        if let Some(softcap) = softcap {
-            F::dispatch(isa, ApplySoftcap { tile: logits, softcap });
+        let (isa, logit_map) = (self.inputs.isa, self.inputs.logit_map);
+        if let Some(map) = logit_map {
+            F::dispatch(isa, ApplyLogitMap { tile: logits, map });
         }
         let listed = self.take_listed(ids, *panel, sums, logits);
         let running = &mut sums.running;
@@ -203,7 +203,7 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
         if let (Some(top_logits), Some(floors)) = (&mut sums.top_logits, &self.floors) {
             top_logits.add(ids, logits, &running.tile_largest, floors);
         }
-        F::dispatch(isa, Exponentiate { tile: logits, running, softcap });
+        F::dispatch(isa, Exponentiate { tile: logits, running, logit_map });
         // The slope of a softcap is not finite there.
         listed.iter().for_each(|&at| logits[at] = num_traits::Zero::zero());
         if has_moved && !is_first && !products.is_empty() {

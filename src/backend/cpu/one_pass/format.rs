@@ -60,7 +60,7 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
         buffers: &'t mut Self::DecoderBuffers,
     ) -> Self::Decoder<'t>;
 
-    /// Computes the first and the second product of a tile and a panel. Writes logits `[ids, width]`, without softcap,
+    /// Computes the first and the second product of a tile and a panel. Writes logits `[ids, width]`, without the logit function,
     /// and calls `exponentiate` with them and with the products `[padded d, width]` of earlier tiles, which may be
     /// empty. Then adds the products of the exponentials to these, or replaces them in the first tile.
     fn multiply(

@@ -262,7 +262,7 @@ impl<F: Accumulator> SummedChunk<'_, '_, F> {
             let mass = if id == ELSEWHERE {
                 F::zero()
             } else {
-                let slope = self.inputs.softcap.map_or(F::from_f64(1.0), |softcap| softcap.slope_at(z));
+                let slope = self.inputs.logit_map.map_or(F::from_f64(1.0), |map| map.slope_at(z));
                 let mass = (listed_mass(j).f64() - weighted(masses.total(), sums[k].softmax(z))) * slope.f64();
                 flushed(F::from_f64(weighted(logit_scale, mass)))
             };

@@ -197,7 +197,7 @@ impl Vectors {
     }
 }
 
-/// Writes the logits of a tile and a panel, `[ids, width]`, without softcap.
+/// Writes the logits of a tile and a panel, `[ids, width]`, without the logit function.
 fn write_logits<F: Accumulator>(
     inputs: &Inputs<'_, F>,
     decoder: &[(Range<usize>, Block<'_, F>)],

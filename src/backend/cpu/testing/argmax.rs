@@ -128,8 +128,8 @@ fn every_computation_finds_the_most_probable_ids() -> Result<()> {
 #[test]
 fn among_equals_the_lowest_id_is_the_most_probable() -> Result<()> {
     for components in [1, 4] {
-        for softcap in [None, Some(30.0)] {
-            let case = Case { softcap, ..Case::new(12, components, 19, 1900) };
+        for function in [Identity, Softcap(30.0), Sigsoftmax] {
+            let case = Case { function, ..Case::new(12, components, 19, 1900) };
             let operands = operands(&case, 9.0)?;
             let targets: Vec<i64> = (0..12).map(|t| EQUALS[t % 4] as i64).collect();
             let expected: Vec<bool> = (0..12).map(|t| t % 4 == 0).collect();

@@ -13,7 +13,7 @@ use crate::error::Result;
 
 /// The K rows of logits of one position.
 struct PositionRows<'a, F> {
-    /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity.
+    /// `[K, stride]`: `vocab` logits per row, after bias and logit function, padded with minus infinity.
     rows: &'a [F],
     stride: usize,
     vocab: usize,

@@ -84,7 +84,7 @@ impl<F: Accumulator> TwoPasses<'_, F> {
     /// Writes the log-probabilities of the chunk's positions, `[positions, vocab]`, to `to`.
     pub(crate) fn log_prob_rows<O: Element<Acc = F>>(&mut self, positions: Range<usize>, to: &mut [O]) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
-        let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
+        let (isa, stride, logit_map) = (self.inputs.isa, self.stride, self.inputs.logit_map);
         let log_priors = &self.inputs.log_priors[positions.start * components..];
         let rows = self
             .logits
@@ -94,7 +94,7 @@ impl<F: Accumulator> TwoPasses<'_, F> {
             .zip(to.chunks_exact_mut(vocab));
         let scratch = || Scratch::new(components, stride, true, false);
         parallel::for_each_with(rows, scratch, |scratch, (((rows, log_priors), lse), to)| {
-            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
+            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, logit_map };
             F::dispatch(isa, LogProbRow { logits, scratch });
             for (to, &from) in to.iter_mut().zip(&scratch.log_probs) {
                 *to = O::narrow(from);
@@ -111,7 +111,7 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         scored: &Scored,
     ) -> (Vec<F>, Vec<u8>) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
-        let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
+        let (isa, stride, logit_map) = (self.inputs.isa, self.stride, self.inputs.logit_map);
         let (n, &Scored { needs_entropy, needs_outside, needs_argmax, .. }) = (candidates.n, scored);
         let power = F::from_f64(1.0 / scored.temperature);
         let needs_log_probs = scored.is_tempered() || needs_outside;
@@ -128,7 +128,7 @@ impl<F: Accumulator> TwoPasses<'_, F> {
             .enumerate();
         let scratch = || Scratch::new(components, stride, needs_log_probs, false);
         parallel::for_each_with(rows, scratch, |scratch, (i, ((((rows, log_priors), lse), argmax), to))| {
-            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
+            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, logit_map };
             let ids = candidates.given(positions.start + i);
             let argmax = needs_argmax.then_some(argmax);
             F::dispatch(isa, ScoreRow { logits, ids, power, needs_entropy, needs_outside, argmax, scratch, to });

@@ -2,12 +2,13 @@
 //! tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`, its entropy, and the mass outside candidates.
 
 use crate::backend::cpu::objective::components::Components;
-use crate::backend::cpu::vector::math::{exp, finite_or_zero, ln, not_negative, LogSumExp, Softcap};
+use crate::backend::cpu::vector::logit_map::LogitMap;
+use crate::backend::cpu::vector::math::{exp, finite_or_zero, ln, not_negative, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Vector};
 
 /// The logits of one position.
 pub(super) struct PositionLogits<'a, F> {
-    /// `[K, stride]`: `vocab` logits per row, after bias and softcap, padded with minus infinity.
+    /// `[K, stride]`: `vocab` logits per row, after bias and logit function, padded with minus infinity.
     pub(super) rows: &'a mut [F],
     pub(super) stride: usize,
     pub(super) vocab: usize,
@@ -15,7 +16,7 @@ pub(super) struct PositionLogits<'a, F> {
     pub(super) lse: &'a [LogSumExp<F>],
     /// `[K]`.
     pub(super) log_priors: &'a [F],
-    pub(super) softcap: Option<Softcap<F>>,
+    pub(super) logit_map: Option<LogitMap<F>>,
 }
 
 /// The buffers that a thread reuses for every position.

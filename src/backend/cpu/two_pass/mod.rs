@@ -95,8 +95,8 @@ impl<F: Accumulator> TwoPasses<'_, F> {
 impl<F: Accumulator> Steps for TwoPasses<'_, F> {
     fn first_product(&mut self, chunk: Range<usize>) -> Result<()> {
         let Sizes { components, context_dim: d, .. } = self.inputs.sizes;
-        let Inputs { logit_scale: scale, softcap, bias, decoder, .. } = &self.inputs;
-        let (isa, scale, softcap) = (self.product.isa(), *scale, *softcap);
+        let Inputs { logit_scale: scale, logit_map, bias, decoder, .. } = &self.inputs;
+        let (isa, scale, logit_map) = (self.product.isa(), *scale, *logit_map);
         let rows = self.rows(chunk.clone());
         let contexts = self.inputs.contexts.slice(rows.start * d..rows.end * d).widened(&mut self.chunk_contexts);
         let form = FormChoice { components, are_independent: self.are_independent };
@@ -107,7 +107,7 @@ impl<F: Accumulator> Steps for TwoPasses<'_, F> {
             for r in 0..tile.rows {
                 let row = tile.row_mut(r);
                 let bias = &bias[ids.start..][..row.len()];
-                lse.push(F::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, softcap }));
+                lse.push(F::dispatch(isa, TileLogSumExp { row, ids: ids.len(), scale, bias, logit_map }));
             }
             lse
         });

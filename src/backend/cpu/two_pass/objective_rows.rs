@@ -64,7 +64,7 @@ impl<F: Accumulator> ChunkOperands<'_, F> {
                 vocab,
                 lse: &self.lse[i * components..][..components],
                 log_priors: &self.inputs.log_priors[position * components..][..components],
-                softcap: self.inputs.softcap,
+                logit_map: self.inputs.logit_map,
             },
             target,
             rank_terms: self.rank_terms.map(|terms| terms.position(i, components)),
@@ -150,7 +150,7 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         let is_needed = |_: &&Ranks<F>| targets.are_soft() || targets.needs_correct();
         let Some(ranks) = self.ranks.as_ref().filter(is_needed) else { return Ok(vec![]) };
         let Sizes { components, vocab, .. } = self.inputs.sizes;
-        let (isa, stride, softcap) = (self.inputs.isa, self.stride, self.inputs.softcap);
+        let (isa, stride, logit_map) = (self.inputs.isa, self.stride, self.inputs.logit_map);
         let log_priors = &self.inputs.log_priors[positions.start * components..];
         let numbers = rank_sums::numbers(components);
         let mut sums = vec![0.0; positions.len() * numbers];
@@ -166,7 +166,7 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         parallel::for_each_with(rows, scratch, |scratch, (i, ((((rows, lse), log_priors), target_logits), to))| {
             let position = positions.start + i;
             let (Some(target), Some(id)) = (targets.position(position), targets.id(position)) else { return };
-            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, softcap };
+            let logits = PositionLogits { rows, stride, vocab, lse, log_priors, logit_map };
             let are_lower = ranks.shard.range().end <= id;
             F::dispatch(isa, RankSums { logits, target, target_logits, are_lower, scratch, to });
         });

@@ -5,7 +5,8 @@ use super::mix::{IdMasses, PositionLogits, Scratch, Tempered};
 use super::rank_sums::RankTerms;
 use super::single_softmax::{single_gradient, single_sums, GradientFactors};
 use crate::backend::cpu::objective::components::{PositionLoss, ScoreUpstream, SoftMasses, Target};
-use crate::backend::cpu::vector::math::{exp, flushed, weighted, Softcap};
+use crate::backend::cpu::vector::logit_map::LogitMap;
+use crate::backend::cpu::vector::math::{exp, flushed, weighted};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::shard::ELSEWHERE;
 
@@ -65,7 +66,7 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
                 None => logits.argmax_among(v, &[y], &scratch.components) == Some(y),
             };
         }
-        let slope = |z| logits.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
+        let slope = |z| logits.logit_map.map_or(F::one(), |map| map.slope_at(z));
         let candidate_logit = |k: usize, j: usize| own_logit(k, target.candidates[j].0);
         scratch.components.add_candidates(&scratch.candidates, candidate_logit, slope);
         loss.objective += match (masses, rank_terms) {
@@ -175,13 +176,13 @@ impl<F: Float> PositionLogits<'_, F> {
             let terms = RowOperands {
                 exp_scale: softmax_scale * (-lse.log_sum).exp(),
                 scale: logits_scale,
-                softcap: self.softcap.unwrap_or(Softcap::new(F::one())),
+                logit_map: self.logit_map,
                 ..RowOperands::new(k, scratch)
             };
-            match (single, target.soft.is_some(), self.softcap.is_some()) {
+            match (single, target.soft.is_some(), self.logit_map.is_some()) {
                 (Some(masses), ..) => {
                     let factors = GradientFactors { exp_scale: terms.exp_scale, scale: logits_scale };
-                    single_gradient(v, row, masses, components, factors, self.softcap)
+                    single_gradient(v, row, masses, components, factors, self.logit_map)
                 }
                 (None, false, false) => gradient_row::<false, false, F, V>(v, row, &terms),
                 (None, false, true) => gradient_row::<false, true, F, V>(v, row, &terms),
@@ -189,7 +190,7 @@ impl<F: Float> PositionLogits<'_, F> {
                 (None, true, true) => gradient_row::<true, true, F, V>(v, row, &terms),
             }
             if let Some((y, z)) = target_logit {
-                let slope = self.softcap.map_or(F::one(), |softcap| softcap.slope_at(z));
+                let slope = self.logit_map.map_or(F::one(), |map| map.slope_at(z));
                 row[y] = flushed(row[y] - hard * slope);
             }
             let row_masses = components.candidate_masses.iter().skip(k).step_by(components.lse.len());
@@ -216,7 +217,7 @@ struct RowOperands<'a, F> {
     exp_scale: F,
     /// The factor of the soft masses.
     scale: F,
-    softcap: Softcap<F>,
+    logit_map: Option<LogitMap<F>>,
 }
 
 impl<'a, F: Float> RowOperands<'a, F> {
@@ -230,15 +231,15 @@ impl<'a, F: Float> RowOperands<'a, F> {
             share: &scratch.share,
             exp_scale: F::zero(),
             scale: F::one(),
-            softcap: Softcap::new(F::one()),
+            logit_map: None,
         }
     }
 }
 
 /// Replaces a row of logits z by their gradient, `exp_scale exp(z - largest) - scale soft_v r(v)` times the slope of the
-/// softcap, where `soft_v` is the soft mass of id v and `r(v)` the component's responsibility for it.
+/// function, where `soft_v` is the soft mass of id v and `r(v)` the component's responsibility for it.
 #[inline(always)]
-fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
+fn gradient_row<const SOFT: bool, const MAPPED: bool, F: Float, V: Vector<F>>(
     v: V,
     row: &mut [F],
     terms: &RowOperands<'_, F>,
@@ -258,11 +259,12 @@ fn gradient_row<const SOFT: bool, const CAP: bool, F: Float, V: Vector<F>>(
             let term = relative_term(v, v.sub(v.add(relative, log_scale), reference[i]));
             g = v.mul_add(v.mul(term, share[i]), scale, g);
         }
-        if CAP {
+        if MAPPED {
             // The padding is minus infinity; its softmax is already zero.
-            g = v.if_equal(g, zero, zero, v.mul(g, terms.softcap.slope(v, *z)));
+            let slope = terms.logit_map.map_or(v.splat(F::one()), |map| map.slope(v, *z));
+            g = v.if_equal(g, zero, zero, v.mul(g, slope));
         }
-        if SOFT || CAP {
+        if SOFT || MAPPED {
             g = v.if_less(v.max(g, v.sub(zero, g)), v.splat(F::LEAST_GRADIENT), zero, g);
         }
         *z = g;
@@ -294,6 +296,7 @@ mod tests {
     use super::*;
     use crate::backend::cpu::vector::math::LogSumExp;
     use crate::backend::cpu::vector::simd::Isa;
+    use crate::backend::logit_function::LogitFunction;
 
     /// Computes the gradient of one position by the logits of its live rows, and then by its log-priors.
     fn gradient<F: Float>(
@@ -301,7 +304,7 @@ mod tests {
         rows: &mut [F],
         log_priors: &[F],
         soft: Option<&[F]>,
-        softcap: Option<Softcap<F>>,
+        logit_map: Option<LogitMap<F>>,
     ) -> Vec<F> {
         let components = log_priors.len();
         let stride = rows.len() / components;
@@ -309,7 +312,7 @@ mod tests {
         let mut gradients = vec![F::zero(); components];
         let mut live = vec![false; components];
         let kernel = LossRows {
-            logits: PositionLogits { rows, stride, vocab: stride, lse: &lse, log_priors, softcap },
+            logits: PositionLogits { rows, stride, vocab: stride, lse: &lse, log_priors, logit_map },
             rank_terms: None,
             target: Target {
                 hard: Some((0, F::from_f64(0.9))),
@@ -340,11 +343,11 @@ mod tests {
         let soft = vec![F::from_f64(0.1 / 64.0); stride];
         for isa in Isa::available() {
             for soft in [None, Some(&soft[..])] {
-                for softcap in [None, Some(Softcap::new(F::from_f64(200.0)))] {
+                for function in [LogitFunction::Identity, LogitFunction::Softcap(200.0), LogitFunction::Sigsoftmax] {
                     let mut rows: Vec<F> = (0..log_priors.len()).flat_map(logits).collect();
-                    let found = gradient(isa, &mut rows, &log_priors, soft, softcap);
+                    let found = gradient(isa, &mut rows, &log_priors, soft, LogitMap::new(function));
                     let small = found.iter().filter(|g| **g != F::zero() && g.abs() < F::LEAST_GRADIENT).count();
-                    assert_eq!(small, 0, "{} soft {} cap {}", isa.kernels(), soft.is_some(), softcap.is_some());
+                    assert_eq!(small, 0, "{} soft {} {function:?}", isa.kernels(), soft.is_some());
                     assert!(found.iter().any(|g| g.abs() > F::from_f64(0.1)), "{}", isa.kernels());
                     assert!(found.len() > stride + log_priors.len(), "more than one row must be live");
                 }

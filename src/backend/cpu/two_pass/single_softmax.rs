@@ -2,7 +2,8 @@
 
 use super::mix::IdMasses;
 use crate::backend::cpu::objective::components::Components;
-use crate::backend::cpu::vector::math::{exp, Softcap};
+use crate::backend::cpu::vector::logit_map::LogitMap;
+use crate::backend::cpu::vector::math::exp;
 use crate::backend::cpu::vector::simd::{Float, Vector};
 
 /// The sums over the ids of a row.
@@ -52,7 +53,7 @@ pub(super) struct GradientFactors<F> {
     pub(super) scale: F,
 }
 
-/// Computes `z := exp_scale exp(z - largest) - scale q_v`, times the slope of the softcap.
+/// Computes `z := exp_scale exp(z - largest) - scale q_v`, times the slope of the logit function.
 #[inline(always)]
 pub(super) fn single_gradient<F: Float, V: Vector<F>>(
     v: V,
@@ -60,7 +61,7 @@ pub(super) fn single_gradient<F: Float, V: Vector<F>>(
     masses: IdMasses<'_, F>,
     components: &Components<F>,
     factors: GradientFactors<F>,
-    softcap: Option<Softcap<F>>,
+    logit_map: Option<LogitMap<F>>,
 ) {
     let (largest, log_scale) = (v.splat(components.lse[0].largest), v.splat(components.log_scale[0]));
     let (exp_scale, scale, zero) = (v.splat(factors.exp_scale), v.splat(-factors.scale), v.splat(F::zero()));
@@ -69,9 +70,9 @@ pub(super) fn single_gradient<F: Float, V: Vector<F>>(
         let relative = v.sub(*z, largest);
         let mass = possible(v, *z, masses.at(v, i, v.add(relative, log_scale)));
         let mut g = v.mul_add(mass, scale, v.mul(exp(v, relative), exp_scale));
-        if let Some(softcap) = softcap {
+        if let Some(map) = logit_map {
             // The padding is minus infinity; its softmax is already zero.
-            g = v.if_equal(g, zero, zero, v.mul(g, softcap.slope(v, *z)));
+            g = v.if_equal(g, zero, zero, v.mul(g, map.slope(v, *z)));
         }
         *z = v.if_less(v.max(g, v.sub(zero, g)), least, zero, g);
     }

@@ -1,19 +1,20 @@
-//! The log-sum-exp of each row of a tile of logits, after scale, bias and softcap, which is taken while the tile is in the
+//! The log-sum-exp of each row of a tile of logits, after scale, bias and logit function, which is taken while the tile is in the
 //! cache.
 
-use crate::backend::cpu::vector::math::{exp, finite_or_zero, LogSumExp, Softcap};
+use crate::backend::cpu::vector::logit_map::LogitMap;
+use crate::backend::cpu::vector::math::{exp, finite_or_zero, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 
 /// The kernel that computes the log-sum-exp of one row of a tile of logits. The row then holds the final logits, with minus
 /// infinity in its padding.
 pub(super) struct TileLogSumExp<'a, F> {
-    /// The products of `ids` ids, before scale, bias and softcap, and padding.
+    /// The products of `ids` ids, before scale, bias and logit function, and padding.
     pub(super) row: &'a mut [F],
     pub(super) ids: usize,
     pub(super) scale: F,
     /// One number for each element of `row`, already multiplied by the scale; minus infinity for the padding.
     pub(super) bias: &'a [F],
-    pub(super) softcap: Option<Softcap<F>>,
+    pub(super) logit_map: Option<LogitMap<F>>,
 }
 
 impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
@@ -21,14 +22,14 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> LogSumExp<F> {
-        let TileLogSumExp { row, ids, scale, bias, softcap } = self;
+        let TileLogSumExp { row, ids, scale, bias, logit_map } = self;
         row[ids..].fill(F::zero());
-        match softcap {
+        match logit_map {
             None => log_sum_exp::<true, F, V>(v, row, scale, bias),
-            Some(softcap) => {
+            Some(map) => {
                 let factor = v.splat(scale);
                 for (z, &b) in V::registers_mut(row).iter_mut().zip(V::registers(bias)) {
-                    *z = softcap.apply(v, v.mul_add(*z, factor, b));
+                    *z = map.apply(v, v.mul_add(*z, factor, b));
                 }
                 row[ids..].fill(F::neg_infinity());
                 log_sum_exp::<false, F, V>(v, row, scale, bias)

@@ -50,6 +50,7 @@ pub(crate) trait Vector<F: Copy>: Copy {
     fn sub(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
     fn mul(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
     fn div(self, a: Self::Reg, b: Self::Reg) -> Self::Reg;
+    fn sqrt(self, a: Self::Reg) -> Self::Reg;
     /// Computes `a * b + c`, fused where the instruction set has that.
     fn mul_add(self, a: Self::Reg, b: Self::Reg, c: Self::Reg) -> Self::Reg;
     /// Returns the larger of the two; which one is unspecified if either is NaN.
@@ -326,6 +327,10 @@ macro_rules! impl_vector {
                     self.[<splat_ $float s>](value)
                 }
                 binary!($float: add sub mul div max);
+                #[inline(always)]
+                fn sqrt(self, a: Self::Reg) -> Self::Reg {
+                    self.[<sqrt_ $float s>](a)
+                }
                 #[inline(always)]
                 fn mul_add(self, a: Self::Reg, b: Self::Reg, c: Self::Reg) -> Self::Reg {
                     self.[<mul_add_e_ $float s>](a, b, c)

@@ -10,7 +10,8 @@
 //   i64                           the 64-bit integer
 //   Half, Brain                   f16 and bf16, with `store` and `widened`, which f32 has too
 //   load4, store4                 which access four consecutive elements at once
-//   minus_infinity, not_a_number, exponential, fast_exponential, logarithm, hyperbolic_tangent, larger
+//   minus_infinity, not_a_number, exponential, fast_exponential, logarithm, hyperbolic_tangent, square_root,
+//   larger
 //   shuffled(x, lane)             x of the thread whose lane in the warp is this thread's XOR `lane`
 //   synchronize                   a barrier of the block that makes writes to SHARED visible
 //
@@ -40,12 +41,18 @@ FUNCTION float not_negative(float x) { return x <= 0.f ? 0.f : x; }
 FUNCTION float weighted(float weight, float x) { return weight == 0.f ? 0.f : weight * x; }
 FUNCTION float absolute(float x) { return x < 0.f ? -x : x; }
 
-// The logits from the product, and the bias, scale and softcap to apply to them.
+// The functions of the logits.
+#define IDENTITY 0
+#define SOFTCAP 1
+#define SIGSOFTMAX 2
+
+// The logits from the product, and the bias, scale and function to apply to them.
 struct Logits {
     GLOBAL const float *z;    // [rows, stride]
     GLOBAL const float *bias; // [vocab], or null
     float scale;              // of the product and the bias
-    float softcap;            // 0: none
+    float cap;                // of a softcap
+    int function;             // IDENTITY, SOFTCAP or SIGSOFTMAX
     int vocab;
     i64 stride;
     int components;
@@ -59,11 +66,22 @@ struct Logits {
     FUNCTION float finish(float logit, int v) const {
         if (bias) logit += bias[v];
         logit *= scale;
-        return softcap == 0.f ? logit : softcap * hyperbolic_tangent(logit / softcap);
+        if (function == SOFTCAP) return cap * hyperbolic_tangent(logit / cap);
+        // logit + log sigma(logit)
+        if (function == SIGSOFTMAX) {
+            return (logit < 0.f ? 2.f * logit : logit) - logarithm(1.f + exponential(-absolute(logit)));
+        }
+        return logit;
     }
-    // The derivative of the softcap, from its result. The factor of the gradient contains the scale.
+    // The derivative of the function, from its result. The factor of the gradient contains the scale.
     FUNCTION float slope(float logit) const {
-        return softcap == 0.f ? 1.f : 1.f - (logit / softcap) * (logit / softcap);
+        if (function == SOFTCAP) return 1.f - (logit / cap) * (logit / cap);
+        if (function == SIGSOFTMAX) {
+            // 1 + 1 / (1 + exp(u)) with exp(u) = (w + sqrt(w^2 + 4 w)) / 2; from 40 on, it is one to rounding.
+            const float w = exponential(logit > 40.f ? 40.f : logit);
+            return 1.f + 2.f / (2.f + w + square_root(w * (w + 4.f)));
+        }
+        return 1.f;
     }
 };
 

@@ -87,7 +87,7 @@ struct RowFactors {
     float scale;
     SoftMasses soft;
 
-    // The gradient of one logit from the softmax and the soft masses: target, candidates and the slope of the softcap
+    // The gradient of one logit from the softmax and the soft masses: target, candidates and the slope of the function
     // are left to the caller.
     FUNCTION float gradient(int v, float logit) const {
         const float relative = logit - largest;
@@ -102,7 +102,7 @@ struct RowFactors {
 template <typename T> FUNCTION float exponential_for(float x) { return fast_exponential(x); }
 template <> FUNCTION float exponential_for<float>(float x) { return exponential(x); }
 
-// One block per row: computes the same as `row_gradient` where only targets have mass and there is no softcap.
+// One block per row: computes the same as `row_gradient` where only targets have mass and the logits have no function.
 template <typename T>
 FUNCTION void row_target_gradient(Logits logits, Objective objective, Rows rows, GLOBAL T *gradient, uint block,
                                   uint tid) {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::backend::gpu::decoding::ranked;
+use crate::backend::logit_function::LogitFunction;
 use crate::backend::objective::{
     GradScale, Gradients, LossResults, LossTerms, Objective, TargetKind, TargetLoss, Task,
 };
@@ -24,7 +25,7 @@ pub(super) struct Case {
     /// The largest magnitude of the biases.
     pub(super) bias: f64,
     pub(super) logit_scale: f64,
-    pub(super) softcap: Option<f64>,
+    pub(super) function: LogitFunction,
     /// Whether the decoder is stored as `[d, vocab]`.
     pub(super) transposed: bool,
     pub(super) options: LossOptions,
@@ -74,7 +75,7 @@ impl Case {
             adapter: (self.rank > 0).then(|| rounded(random(9, &[rows, self.rank], self.scale))),
             bias: Some(random(4, &[rows], self.bias).to_dtype(DType::F32).unwrap().to_dtype(accumulation).unwrap()),
             logit_scale: self.logit_scale,
-            softcap: self.softcap,
+            logit_function: self.function,
             precision: self.options.precision,
         }
     }
@@ -258,7 +259,7 @@ pub(super) fn case(positions: usize, components: usize, context_dim: usize, voca
         scale: 1.0,
         bias: 1.0,
         logit_scale: 1.0,
-        softcap: None,
+        function: LogitFunction::Identity,
         transposed: false,
         options: LossOptions::new(),
         own: None,

@@ -6,12 +6,13 @@ use super::tests::error_of_a_late_logit;
 use super::*;
 
 use crate::backend::gpu;
+use crate::backend::logit_function::LogitFunction::{Sigsoftmax, Softcap};
 use crate::backend::objective::{Objective, TargetLoss};
 use crate::loss::{LossOptions, Reduction};
 use crate::tensors::log_softmax;
 
 /// Plausible mistakes in the source that both languages share.
-const SHARED_MUTATIONS: [(&str, &str); 47] = [
+const SHARED_MUTATIONS: [(&str, &str); 50] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
     ("if (rows.own_logits && id >= 0) sum.add({rows.own_logits[r], 1.f});", ""),
@@ -65,6 +66,9 @@ const SHARED_MUTATIONS: [(&str, &str); 47] = [
     ("if (scored.id(t, j, logits.vocab) == v) {", "if (j == i) {"),
     ("v / 4 % BLOCK != (int)tid", "v % BLOCK != (int)tid"),
     ("store(to + v, g == 0.f ? 0.f : g * logits.slope(logit));", "store(to + v, g);"),
+    ("logit < 0.f ? 2.f * logit : logit", "logit"),
+    ("logarithm(1.f + exponential(-absolute(logit)))", "exponential(-absolute(logit))"),
+    ("square_root(w * (w + 4.f))", "w"),
 ];
 
 /// Plausible mistakes in kernels that only CUDA launches.
@@ -98,7 +102,7 @@ fn wrong_kernels_are_caught() {
         let Some(gpu) = EmulatedGpu::new(language) else { return };
         let all = options(Reduction::Mean, 0.1, 0.01, true);
         let mut cases = [all.clone(), LossOptions::new()]
-            .map(|options| Case { logit_scale: 0.7, softcap: Some(5.0), options, chunk: 4, ..case(5, 3, 6, 300) })
+            .map(|options| Case { logit_scale: 0.7, function: Softcap(5.0), options, chunk: 4, ..case(5, 3, 6, 300) })
             .into_iter()
             .collect::<Vec<_>>();
         // Few rows and many, in half precision.
@@ -119,10 +123,12 @@ fn wrong_kernels_are_caught() {
             ..case(90, 3, context_dim, 12)
         }));
         cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
-        let softcap = Case { softcap: Some(2.0), chunk: 4, ..case(5, 3, 6, 300) };
+        let softcap = Case { function: Softcap(2.0), chunk: 4, ..case(5, 3, 6, 300) };
+        let sigsoftmax = || Case { function: Sigsoftmax, chunk: 4, ..case(5, 3, 6, 300) };
+        cases.push(sigsoftmax());
         let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };
         let outside = ScoreCase { outside: true, ..scored(case(4, 2, 6, 300), 4, true, 0.7) };
-        let score_cases = [scored(softcap, 3, true, 0.7), masked, outside];
+        let score_cases = [scored(softcap, 3, true, 0.7), scored(sigsoftmax(), 3, true, 1.0), masked, outside];
         let mut changes = SHARED_MUTATIONS.to_vec();
         match language {
             Language::Cuda => changes.extend(CUDA_MUTATIONS),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::case::{case, error, gradient_pairs, largest_error, random, true_loss, Case};
 use super::*;
 
+use crate::backend::logit_function::LogitFunction::{Sigsoftmax, Softcap};
 use crate::backend::objective::{LossResults, Objective, Scored, POSITION_SCORES};
 use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Planned;
@@ -192,8 +193,9 @@ fn every_kind_of_logits_and_upstream_gradient_equals_those_of_the_cpu() {
             for temperature in [1.0, 0.7] {
                 let new = || case(5, components, 6, 40);
                 let scored = |mixture| scored(mixture, 3, true, temperature);
-                scored(Case { softcap: Some(1.5), logit_scale: 0.6, ..new() }).check(&gpu);
-                scored(Case { dtype: DType::BF16, softcap: Some(3.0), logit_scale: 0.6, ..new() }).check(&gpu);
+                scored(Case { function: Softcap(1.5), logit_scale: 0.6, ..new() }).check(&gpu);
+                scored(Case { dtype: DType::BF16, function: Softcap(3.0), logit_scale: 0.6, ..new() }).check(&gpu);
+                scored(Case { function: Sigsoftmax, ..new() }).check(&gpu);
                 scored(Case { transposed: true, rank: 2, ..new() }).check(&gpu);
                 scored(Case { scale: 5.0, bias: 10.0, ..new() }).check(&gpu);
                 ScoreCase { masked: true, ..scored(new()) }.check(&gpu);

@@ -10,6 +10,7 @@ use super::*;
 use crate::backend::distribution::answers;
 use crate::backend::gpu;
 use crate::backend::gpu::decoding::ranked;
+use crate::backend::logit_function::LogitFunction::{Identity, Sigsoftmax, Softcap};
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::ranking::TopKQuery;
@@ -22,10 +23,16 @@ fn losses_and_gradients_equal_those_of_the_cpu_in_f64() {
     for gpu in EmulatedGpu::all() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
-                for (smoothing, z_loss, softcap) in [(0.0, 0.0, None), (0.1, 0.0, None), (0.2, 0.01, Some(5.0))] {
+                for (smoothing, z_loss, function) in [
+                    (0.0, 0.0, Identity),
+                    (0.1, 0.0, Identity),
+                    (0.2, 0.01, Softcap(5.0)),
+                    (0.1, 0.01, Sigsoftmax),
+                    (0.0, 0.0, Sigsoftmax),
+                ] {
                     for (logit_scale, transposed) in [(1.0, false), (0.3, true)] {
                         let options = options(reduction, smoothing, z_loss, true);
-                        Case { dtype, logit_scale, transposed, softcap, options, ..case(5, 3, 6, 37) }.check(&gpu);
+                        Case { dtype, logit_scale, transposed, function, options, ..case(5, 3, 6, 37) }.check(&gpu);
                     }
                 }
             }
@@ -451,7 +458,7 @@ proptest! {
     fn any_sizes_and_options_work(
         positions in 1usize..9, components in 1usize..6, context in 1usize..12, vocab in 1usize..70, chunk in 1usize..9,
         smoothing in prop_oneof![Just(0.0), 0.0..0.9], z_loss in prop_oneof![Just(0.0), 0.0..0.1],
-        softcap in prop_oneof![Just(None), (2.0..30.0).prop_map(Some)], ignore: bool, transposed: bool,
+        function in prop_oneof![Just(Identity), (2.0..30.0).prop_map(Softcap), Just(Sigsoftmax)], ignore: bool, transposed: bool,
         logit_scale in prop_oneof![Just(1.0), 0.1..3.0], rank in 0usize..3,
         reduction in prop_oneof![Just(Reduction::Mean), Just(Reduction::Sum), Just(Reduction::None)],
     ) {
@@ -459,7 +466,7 @@ proptest! {
             let options = options(reduction, smoothing, z_loss, ignore).with_correct(false);
             // Only f32: in half precision the error depends on the cancellation within a gradient.
             let sizes = case(positions, components, context + rank, vocab);
-            Case { logit_scale, transposed, softcap, options, rank, chunk, ..sizes }.check(&gpu);
+            Case { logit_scale, transposed, function, options, rank, chunk, ..sizes }.check(&gpu);
         }
     }
 }

@@ -19,6 +19,7 @@ use common::check;
 use common::composed::Operands;
 use common::objective::Objective;
 use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
+use mos_head::parts::LogitFunction;
 use mos_head::{ContextActivation, LossOptions, OutputLayer};
 
 struct Shape {
@@ -33,8 +34,14 @@ const SHAPES: [Shape; 3] = [
     Shape { name: "llm-slice", positions: 64, sizes: Sizes::new(1024, 1024, 1, 32_000) },
 ];
 
-const HEADS: [(&str, Head); 3] =
-    [("softmax", Head::Softmax), ("moc", Head::MixtureOfContexts), ("mos", Head::MixtureOfSoftmaxes)];
+/// The heads, and the function of their logits.
+const HEADS: [(&str, Head, LogitFunction); 5] = [
+    ("softmax", Head::Softmax, LogitFunction::Identity),
+    ("softcap", Head::Softmax, LogitFunction::Softcap(30.0)),
+    ("sigsoftmax", Head::Softmax, LogitFunction::Sigsoftmax),
+    ("moc", Head::MixtureOfContexts, LogitFunction::Identity),
+    ("mos", Head::MixtureOfSoftmaxes, LogitFunction::Identity),
+];
 
 /// What is timed, for this crate and for the composed baseline.
 #[derive(Clone, Copy)]
@@ -58,14 +65,13 @@ impl Work {
         Ok(())
     }
 
-    fn composed(self, head: Head, tensors: &Tensors, targets: &[i64]) -> Result<()> {
-        let operands = Operands::project(head, tensors, ContextActivation::Tanh)?;
+    fn composed(self, case: &Case, tensors: &Tensors) -> Result<()> {
+        let operands = Operands::project(case.head, tensors, ContextActivation::Tanh)?;
+        let loss = || operands.loss(&case.targets, &Objective::default(), case.logits);
         match self {
-            Work::Loss => drop(black_box(operands.loss(targets, &Objective::default(), Logits::PLAIN)?)),
-            Work::LossBackward => {
-                drop(black_box(operands.loss(targets, &Objective::default(), Logits::PLAIN)?.0.backward()?))
-            }
-            Work::LogProbs => drop(black_box(operands.log_probs(Logits::PLAIN)?)),
+            Work::Loss => drop(black_box(loss()?)),
+            Work::LossBackward => drop(black_box(loss()?.0.backward()?)),
+            Work::LogProbs => drop(black_box(operands.log_probs(case.logits)?)),
         }
         Ok(())
     }
@@ -84,10 +90,11 @@ fn timed(device: &Device, iterations: u64, step: impl Fn() -> Result<()>) -> Dur
 fn heads(criterion: &mut Criterion) {
     for device in common::devices() {
         let device_name = format!("{:?}", device.location()).to_lowercase();
-        for (head_name, head) in HEADS {
+        for (head_name, head, function) in HEADS {
             for (work_name, work) in WORK {
                 for shape in &SHAPES {
-                    let case = Case::random(head, shape.sizes, &[shape.positions], 1);
+                    let logits = Logits { function, ..Logits::PLAIN };
+                    let case = Case { logits, ..Case::random(head, shape.sizes, &[shape.positions], 1) };
                     let dtype = DType::F32;
                     // Only a backward pass needs variables.
                     let tensors = match work {
@@ -107,7 +114,7 @@ fn heads(criterion: &mut Criterion) {
                     let mut group = criterion.benchmark_group(baseline);
                     group.throughput(Throughput::Elements(shape.positions as u64));
                     group.bench_function(BenchmarkId::new(shape.name, "f32"), |bencher| {
-                        bencher.iter_custom(|n| timed(&device, n, || work.composed(head, &tensors, &case.targets)));
+                        bencher.iter_custom(|n| timed(&device, n, || work.composed(&case, &tensors)));
                     });
                     group.finish();
                 }

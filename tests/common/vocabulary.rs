@@ -7,7 +7,7 @@ use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::ops::log_softmax;
 use mos_head::distributed::{Collectives, VocabParallel, VocabShard};
-use mos_head::parts::LowRankAdapter;
+use mos_head::parts::{LogitFunction, LowRankAdapter};
 use mos_head::{Distributions, Error, LossOptions, Mixture, OutputLayer, Reduction, Result, SoftmaxHead};
 
 use crate::values::{gradient, numbers, tensor, Numbers};
@@ -204,11 +204,13 @@ pub fn correct_targets_are_those_of_the_whole(ranks: &Arc<dyn Collectives>) -> R
     Ok(())
 }
 
-/// Decoders with a softcap, a scale and a low-rank adapter, all of whose rows are cut.
+/// Decoders with a function of the logits, a scale and a low-rank adapter, all of whose rows are cut.
 pub fn adapted_decoders_equal_the_whole(ranks: &Arc<dyn Collectives>) -> Result<()> {
     const VOCAB: usize = 31;
     // Two positions without gradients take another path than many with them.
-    for (positions, train) in [(POSITIONS, true), (2, false)] {
+    let (softcap, sigsoftmax) = (LogitFunction::Softcap(3.0), LogitFunction::Sigsoftmax);
+    for (positions, train, function) in [(POSITIONS, true, softcap), (POSITIONS, true, sigsoftmax), (2, false, softcap)]
+    {
         let hidden = Var::from_tensor(&tensor(&[positions, D], 2, DType::F32)?)?;
         let targets = Tensor::from_iter((0..positions).map(|t| (t * 11 % VOCAB) as u32), &Device::Cpu)?;
         // The loss, and the gradients of the hidden states and of both factors of the adapter.
@@ -220,7 +222,7 @@ pub fn adapted_decoders_equal_the_whole(ranks: &Arc<dyn Collectives>) -> Result<
             let (down, up) = (Var::from_tensor(&down)?, Var::from_tensor(&up)?);
             let adapter = LowRankAdapter::from_tensors(down.as_tensor().clone(), up.as_tensor().clone(), 0.5)?;
             let head = SoftmaxHead::from_tensors(weight, None)?;
-            let head = head.with_softcap(3.0)?.with_logit_scale(0.7)?.with_adapter(adapter)?;
+            let head = head.with_logit_function(function)?.with_logit_scale(0.7)?.with_adapter(adapter)?;
             let options = if train { LossOptions::new() } else { LossOptions::evaluation() };
             let loss = match shard {
                 None => head.loss(&hidden, &targets, &options)?,

@@ -13,13 +13,14 @@
 //! is the probability of the argmax. The bound of a single component is the probability of an id of the tile: only a
 //! tie in the leader's own tile needs the logits.
 
-use super::exponentials::{ApplyLogitMap, FirstProductResults};
+use super::exponentials::FirstProductResults;
 use super::format::{FirstOperands, Format};
 use super::layout::Panel;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
 use crate::backend::cpu::operands::dtype::Accumulator;
+use crate::backend::cpu::vector::logit_map::ApplyLogitMap;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::operands::Sizes;
 use crate::backend::parallel;

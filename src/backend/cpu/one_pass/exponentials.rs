@@ -5,8 +5,8 @@ use super::layout::{ChunkIds, Layout, Panel};
 use super::top_logits::TopLogits;
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::products::panel::lanes;
-use crate::backend::cpu::vector::logit_map::LogitMap;
-use crate::backend::cpu::vector::math::{exp_or_zero, finite_or_zero, not_negative, weighted, LogSumExp};
+use crate::backend::cpu::vector::logit_map::{before_sigsoftmax, LogitMap};
+use crate::backend::cpu::vector::math::{exp, exp_or_zero, finite_or_zero, not_negative, weighted, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::parallel;
 use crate::backend::shared_rows::SharedRow;
@@ -63,6 +63,8 @@ const SLACK: f64 = 16.0;
 /// returns whether an offset has changed, and with it `rescale`.
 pub(super) struct UpdateOffsets<'a, F> {
     pub(super) tile: &'a [F],
+    /// An increasing function that makes the logits from the numbers of the tile.
+    pub(super) map: Option<LogitMap<F>>,
     pub(super) running: &'a mut RunningSums<F>,
 }
 
@@ -71,7 +73,7 @@ impl<F: Float> Kernel<F> for UpdateOffsets<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> bool {
-        let UpdateOffsets { tile, running } = self;
+        let UpdateOffsets { tile, map, running } = self;
         /// The number of independent maxima, which hide the latency.
         const PARTS: usize = 4;
         let n = running.offset.len() / lanes::<F, V>();
@@ -89,6 +91,7 @@ impl<F: Float> Kernel<F> for UpdateOffsets<'_, F> {
                 parts[0] = v.max(parts[0], row[j]);
             }
             let tile_largest = v.max(v.max(parts[0], parts[1]), v.max(parts[2], parts[3]));
+            let tile_largest = map.map_or(tile_largest, |map| map.apply(v, tile_largest));
             if let Some(largest) = V::registers_mut(&mut running.tile_largest).get_mut(j) {
                 *largest = tile_largest;
             }
@@ -170,6 +173,66 @@ fn exponentiate<const MAPPED: bool, const MOMENT: bool, F: Float, V: Vector<F>>(
     }
 }
 
+/// Turns products `[ids, width]`, for whose logits by sigsoftmax the offsets are up to date, into what [`Exponentiate`]
+/// makes of these logits, with one exponential each.
+pub(super) struct ExponentiateSigsoftmax<'a, F> {
+    pub(super) tile: &'a mut [F],
+    pub(super) running: &'a mut RunningSums<F>,
+}
+
+impl<F: Float> Kernel<F> for ExponentiateSigsoftmax<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<F>>(self, v: V) {
+        match self.running.moment.is_empty() {
+            true => exponentiate_sigsoftmax::<false, F, V>(v, self),
+            false => exponentiate_sigsoftmax::<true, F, V>(v, self),
+        }
+    }
+}
+
+/// As [`ExponentiateSigsoftmax`], compiled with or without moments.
+#[inline(always)]
+fn exponentiate_sigsoftmax<const MOMENT: bool, F: Float, V: Vector<F>>(
+    v: V,
+    ExponentiateSigsoftmax { tile, running }: ExponentiateSigsoftmax<'_, F>,
+) {
+    let lanes = lanes::<F, V>();
+    let n = running.offset.len() / lanes;
+    let (zero, one) = (v.splat(F::zero()), v.splat(F::one()));
+    let negligible = v.splat(F::NEGLIGIBLE_EXPONENT);
+    let least = exp(v, negligible);
+    for j in 0..n {
+        let offset = V::registers(&running.offset)[j];
+        let offset = v.if_equal(offset, v.splat(F::neg_infinity()), zero, offset);
+        // With the product o that gives the offset, e = exp(u - o) and sigma(-u) = 1 / (1 + exp(o) e), the logit z
+        // has exp(z - offset) = e sigma(u) / sigma(o) = e^2 (1 + exp(o)) / (1 + exp(o) e) and the slope
+        // 1 + sigma(-u). Fractions are expanded by exp(-o) for a positive o, so that nothing overflows.
+        let o = before_sigsoftmax(v, offset);
+        let t = exp(v, v.sub(zero, v.max(o, v.sub(zero, o))));
+        let a = v.if_less(o, zero, one, v.max(t, v.splat(F::LEAST_GRADIENT)));
+        let b = v.if_less(o, zero, t, one);
+        let (mut sum, mut moment) = (zero, zero);
+        for row in V::registers_mut(tile).chunks_exact_mut(n) {
+            let e = exp_or_zero(v, v.sub(row[j], o), negligible);
+            let inverse = v.div(one, v.mul_add(b, e, a));
+            let result = v.mul(v.mul(e, e), v.mul(v.add(a, b), inverse));
+            let result = v.if_less(result, least, zero, result);
+            sum = v.add(sum, result);
+            if MOMENT {
+                let exponent = v.sub(LogitMap::Sigsoftmax.apply(v, row[j]), offset);
+                moment = v.mul_add(result, v.if_equal(result, zero, zero, exponent), moment);
+            }
+            row[j] = v.mul(result, v.mul_add(a, inverse, one));
+        }
+        add_lanes(v, sum, &mut running.sum[j * lanes..]);
+        if MOMENT {
+            add_lanes(v, moment, &mut running.moment[j * lanes..]);
+        }
+    }
+}
+
 /// Adds each lane of a register to its total.
 #[inline(always)]
 fn add_lanes<F: Float, V: Vector<F>>(v: V, values: V::Reg, totals: &mut [f64]) {
@@ -177,23 +240,6 @@ fn add_lanes<F: Float, V: Vector<F>>(v: V, values: V::Reg, totals: &mut [f64]) {
     let stored = &mut stored[..lanes::<F, V>()];
     v.store_partial(values, stored);
     totals.iter_mut().zip(stored).for_each(|(total, value)| *total += value.f64());
-}
-
-/// Applies a function to a tile of logits.
-pub(super) struct ApplyLogitMap<'a, F> {
-    pub(super) tile: &'a mut [F],
-    pub(super) map: LogitMap<F>,
-}
-
-impl<F: Float> Kernel<F> for ApplyLogitMap<'_, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<V: Vector<F>>(self, v: V) {
-        for z in V::registers_mut(self.tile) {
-            *z = self.map.apply(v, *z);
-        }
-    }
 }
 
 /// The sums over the ids of a segment, for the rows of a panel.

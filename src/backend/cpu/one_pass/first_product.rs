@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::exponentials::{ApplyLogitMap, Exponentiate, RunningSums, SegmentSums, UpdateOffsets};
+use super::exponentials::{Exponentiate, ExponentiateSigsoftmax, RunningSums, SegmentSums, UpdateOffsets};
 use super::format::{FirstOperands, Format};
 use super::gradients::Scale;
 use super::layout::{ChunkIds, Layout, Panel};
@@ -11,6 +11,7 @@ use super::top_logits::{Floors, TopLogits};
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Accumulator;
+use crate::backend::cpu::vector::logit_map::{ApplyLogitMap, LogitMap};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::parallel;
 
@@ -194,16 +195,22 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
         products: &mut [F],
     ) {
         let (isa, logit_map) = (self.inputs.isa, self.inputs.logit_map);
-        if let Some(map) = logit_map {
+        // Unless the logits of sigsoftmax are ranked, its exponentials are made of the products.
+        let needs_logits = self.request.top_k.is_some();
+        let later = logit_map.filter(|map| matches!(map, LogitMap::Sigsoftmax) && !needs_logits);
+        if let (Some(map), None) = (logit_map, later) {
             F::dispatch(isa, ApplyLogitMap { tile: logits, map });
         }
-        let listed = self.take_listed(ids, *panel, sums, logits);
+        let listed = self.take_listed(ids, *panel, later, sums, logits);
         let running = &mut sums.running;
-        let has_moved = F::dispatch(isa, UpdateOffsets { tile: logits, running });
+        let has_moved = F::dispatch(isa, UpdateOffsets { tile: logits, map: later, running });
         if let (Some(top_logits), Some(floors)) = (&mut sums.top_logits, &self.floors) {
             top_logits.add(ids, logits, &running.tile_largest, floors);
         }
-        F::dispatch(isa, Exponentiate { tile: logits, running, logit_map });
+        match later {
+            Some(_) => F::dispatch(isa, ExponentiateSigsoftmax { tile: logits, running }),
+            None => F::dispatch(isa, Exponentiate { tile: logits, running, logit_map }),
+        }
         // The slope of a softcap is not finite there.
         listed.iter().for_each(|&at| logits[at] = num_traits::Zero::zero());
         if has_moved && !is_first && !products.is_empty() {
@@ -212,11 +219,12 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
     }
 
     /// Moves the logits of the listed ids from a tile `[ids, width]` to the sums, leaves minus infinity in their
-    /// places, and returns these places.
+    /// places, and returns these places. The tile may have the products that a function makes the logits of `later`.
     fn take_listed(
         &self,
         ids: &Range<usize>,
         Panel { first, rows, width }: Panel,
+        later: Option<LogitMap<F>>,
         sums: &mut SegmentSums<F>,
         logits: &mut [F],
     ) -> Vec<usize> {
@@ -227,7 +235,8 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
             for j in in_tile {
                 let at = (listed[j] - ids.start) * width + row - first;
                 if !self.targets_are_own {
-                    sums.listed_logits.push((first_entry + j, logits[at]));
+                    let logit = later.map_or(logits[at], |map| map.apply_at(self.inputs.isa, logits[at]));
+                    sums.listed_logits.push((first_entry + j, logit));
                 }
                 logits[at] = num_traits::Float::neg_infinity();
                 places.push(at);

@@ -9,7 +9,7 @@
 //! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.3, rand 0.9, without features.
 
 use candle_core::{DType, Device, Tensor, D};
-use candle_nn::{embedding, linear, ops, AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{embedding, linear, ops, AdamW, Init, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use mos_head::{
     decode::{Sampler, Sampling},
     parts::{Decoder, DecoderConfig, Projection},
@@ -61,25 +61,34 @@ impl Projection for Gated {
     }
 }
 
-/// A sigsoftmax has P(v) ~ exp(z_v) sigmoid(z_v) with z = W h + b (Kanai et al., 2018). Its log-probability matrices
-/// are not of low rank either.
+/// A softmax of cosines has the logits z_v = s cos(h, w_v) with a learned scale s (Wang et al.: NormFace, 2017): the
+/// frequency of a token does not show in the length of its row.
 #[derive(Debug)]
-struct SigSoftmax(Linear);
+struct CosineSoftmax {
+    /// `[vocab, hidden]`
+    weight: Tensor,
+    /// `[1]`
+    scale: Tensor,
+}
 
-impl OutputLayer for SigSoftmax {
+/// Divides the last dimension by its Euclidean norm.
+fn normalised(x: &Tensor) -> Result<Tensor> {
+    let squares = x.sqr()?.sum_keepdim(D::Minus1)?;
+    Ok(x.broadcast_div(&(squares + 1e-12)?.sqrt()?)?)
+}
+
+impl OutputLayer for CosineSoftmax {
     fn hidden_size(&self) -> usize {
-        self.0.weight().dims()[1]
+        self.weight.dims()[1]
     }
 
     fn vocab_size(&self) -> usize {
-        self.0.weight().dims()[0]
+        self.weight.dims()[0]
     }
 
     fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
-        let z = self.0.forward(hidden)?;
-        // log sigmoid(z) = min(z, 0) - log(1 + exp(-|z|))
-        let log_sigmoid = (z.neg()?.relu()?.neg()? - (z.abs()?.neg()?.exp()? + 1.0)?.log()?)?;
-        Ok(ops::log_softmax(&(z + log_sigmoid)?, D::Minus1)?)
+        let cosines = normalised(hidden)?.broadcast_matmul(&normalised(&self.weight)?.t()?)?;
+        Ok(ops::log_softmax(&cosines.broadcast_mul(&self.scale)?, D::Minus1)?)
     }
 
     /// `Loss::from_nll` applies the weights, the ignored targets and the reduction of the options.
@@ -127,5 +136,8 @@ fn main() -> Result<()> {
         let decoder = Decoder::new(&DecoderConfig::new(VOCAB, Gated::CONTEXT), vb.clone())?;
         Ok(Box::new(Head::from_parts(Gated::new(vb)?, decoder)?))
     })?;
-    train("sigsoftmax", |vb| Ok(Box::new(SigSoftmax(linear(HIDDEN, VOCAB, vb)?))))
+    train("cosine softmax", |vb| {
+        let weight = vb.get_with_hints((VOCAB, HIDDEN), "weight", Init::Randn { mean: 0.0, stdev: 1.0 })?;
+        Ok(Box::new(CosineSoftmax { weight, scale: vb.get_with_hints(1, "scale", Init::Const(10.0))? }))
+    })
 }

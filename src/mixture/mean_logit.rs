@@ -86,32 +86,32 @@ impl MeanTerms {
         let adapter_columns = self.operands.adapter_columns()?;
         let upstream = upstream.reshape((sizes.positions, 1))?.to_dtype(self.dtype)?;
         let scaled = (self.priors.broadcast_mul(&upstream)? * *logit_scale)?; // [positions, K]
-        let of_context = || scaled.unsqueeze(2)?.broadcast_mul(&self.mean_row.unsqueeze(0)?);
-        let of_log_prior = || (&self.logits * &self.priors)?.broadcast_mul(&upstream);
+        let context_gradient = || scaled.unsqueeze(2)?.broadcast_mul(&self.mean_row.unsqueeze(0)?);
+        let log_prior_gradient = || (&self.logits * &self.priors)?.broadcast_mul(&upstream);
         // Every row of the decoder has the same gradient.
         let rows = |row: Tensor, dtype: DType| -> Result<Tensor> {
             let row = (row / sizes.vocab as f64)?.to_dtype(dtype)?;
             Ok(row.broadcast_as([&[sizes.vocab], &row.dims()[1..]].concat())?.contiguous()?)
         };
-        let of_row = if sizes.positions > 0 && (needs_grad.weight || needs_grad.adapter) {
+        let row_gradient = if sizes.positions > 0 && (needs_grad.weight || needs_grad.adapter) {
             scaled.reshape((1, ()))?.matmul(&contexts(&self.operands, self.dtype)?)?
         } else {
             self.mean_row.zeros_like()?
         };
-        let columns = |columns: Range<usize>| of_row.narrow(1, columns.start, columns.len());
-        let of_weight = |weight: &Tensor| rows(columns(0..adapter_columns.start)?, weight.dtype());
-        let of_adapter = |adapter: &Tensor| rows(columns(adapter_columns.clone())?, adapter.dtype());
-        let of_bias = || rows(scaled.flatten_all()?.sum_keepdim(0)?, self.dtype);
+        let columns = |columns: Range<usize>| row_gradient.narrow(1, columns.start, columns.len());
+        let weight_gradient = |weight: &Tensor| rows(columns(0..adapter_columns.start)?, weight.dtype());
+        let adapter_gradient = |adapter: &Tensor| rows(columns(adapter_columns.clone())?, adapter.dtype());
+        let bias_gradient = || rows(scaled.flatten_all()?.sum_keepdim(0)?, self.dtype);
         let dense = match weight {
             Weight::Dense(weight) => Some(weight).filter(|_| needs_grad.weight),
             Weight::Quantised(_) => None,
         };
         Ok(Gradients {
-            contexts: needs_grad.contexts.then(of_context).transpose()?,
-            log_priors: needs_grad.log_priors.then(of_log_prior).transpose()?,
-            weight: dense.map(of_weight).transpose()?,
-            adapter: adapter.as_ref().filter(|_| needs_grad.adapter).map(of_adapter).transpose()?,
-            bias: needs_grad.bias.then(of_bias).transpose()?,
+            contexts: needs_grad.contexts.then(context_gradient).transpose()?,
+            log_priors: needs_grad.log_priors.then(log_prior_gradient).transpose()?,
+            weight: dense.map(weight_gradient).transpose()?,
+            adapter: adapter.as_ref().filter(|_| needs_grad.adapter).map(adapter_gradient).transpose()?,
+            bias: needs_grad.bias.then(bias_gradient).transpose()?,
         })
     }
 }

@@ -216,7 +216,7 @@ fn every_head_has_it() -> Result<()> {
         Box::new(softmax.clone()),
         Box::new(MixtureOfContexts::new(&config, vb.pp("contexts"))?),
         Box::new(mixture.clone()),
-        Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 30, vec![4, 13]), vb.pp("adaptive"))?),
+        Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 30, vec![13]), vb.pp("adaptive"))?),
         Box::new(HierarchicalSoftmax::new(&HierarchicalConfig::new(6, 30), vb.pp("hierarchical"))?),
         Box::new(Restricted::new(softmax.clone(), AllowedIds::new(&allowed))?),
         Box::new(Restricted::new(softmax, lists.clone())?),

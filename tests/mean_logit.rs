@@ -112,7 +112,13 @@ on_each_device! {
             let log_priors = Some(&log_priors).filter(|_| components > 1);
             let mixture = Mixture::new(&Tensor::zeros((0, components, 6), dtype, device)?, log_priors, &weight, None)?;
             let scores = mixture.score(&Tensor::zeros(0, DType::U32, device)?, &options())?;
-            assert_eq!(scores.mean_logit.expect("asked for").dims(), [0]);
+            let mean_logit = scores.mean_logit.expect("asked for");
+            assert_eq!(mean_logit.dims(), [0]);
+            if device.is_cpu() {
+                // candle's GPU backends do not add up empty tensors.
+                let store = mean_logit.sum_all()?.backward()?;
+                assert_eq!(gradient(&store, &weight).expect("a gradient"), [0.0; 120]);
+            }
         }
         Ok(())
     }
@@ -239,15 +245,20 @@ fn infinite_logits_have_infinite_means() -> Result<()> {
     let contexts = Tensor::new(&[[[1f64], [2.0]], [[f64::NAN], [3.0]], [[4.0], [5.0]]], &Device::Cpu)?;
     let log_priors = Tensor::new(&[[0.5f64.ln(), 0.5f64.ln()], [0.5f64.ln(), 0.5f64.ln()], [0.0, none]], &Device::Cpu)?;
     let log_priors = Var::from_tensor(&log_priors)?;
-    let weight = Tensor::new(&[[1f64], [2.0], [3.0]], &Device::Cpu)?;
+    let weight = Var::from_tensor(&Tensor::new(&[[1f64], [2.0], [3.0]], &Device::Cpu)?)?;
     let ids = Tensor::zeros(3, DType::U32, &Device::Cpu)?;
     let score = |bias: Option<&Tensor>| -> Result<(Vec<f64>, Tensor)> {
         let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, bias)?;
         let mean_logit = mixture.score(&ids, &options())?.mean_logit.expect("asked for");
         Ok((mean_logit.to_vec1()?, mean_logit))
     };
-    let (found, _) = score(None)?;
+    let (found, mean_logit) = score(None)?;
     assert!((found[0] - 3.0).abs() < 1e-14 && found[1].is_nan() && (found[2] - 8.0).abs() < 1e-14, "{found:?}");
+    // The NaN stays at its position: another one's derivatives are its contexts, and means times priors.
+    let store = mean_logit.narrow(0, 0, 1)?.sum_all()?.backward()?;
+    assert_abs_diff_eq!(gradient(&store, &weight).expect("a gradient"), [0.5; 3].to_vec(), epsilon = 1e-15);
+    let found_priors = gradient(&store, &log_priors).expect("a gradient");
+    assert_abs_diff_eq!(found_priors, [1.0, 2.0, 0.0, 0.0, 0.0, 0.0].to_vec(), epsilon = 1e-15);
     let (found, mean_logit) = score(Some(&bias))?;
     assert!(found[0] == none && found[1].is_nan() && found[2] == none, "{found:?}");
     // The derivative by a bias is a third of the prior's sum, whatever the logits are.

@@ -25,8 +25,8 @@ pub(crate) enum Objective {
 }
 
 impl Objective {
-    /// Makes the inner product of scores and `upstream`, `[positions, n + 3]` in the accumulation dtype. Its gradients are
-    /// those of the scores; its value is not computed.
+    /// Makes the inner product of scores and `upstream`, `[positions, n + 3]` in the accumulation dtype. Its gradients
+    /// are those of the scores; its value is not computed.
     pub(crate) fn from_score_upstream(scored: Scored, upstream: Tensor) -> Self {
         // The upstream gradient of each position is known, whatever its scores are.
         let terms = move |positions: Range<usize>, scores: &Tensor| {
@@ -164,8 +164,8 @@ impl Task {
     }
 }
 
-/// The scores that a caller asks for of each position: the log-probabilities of `n` candidates, the entropy, the logarithm
-/// of the mass outside the candidates, and that of the collision probability `sum_v Q(v)^2`.
+/// The scores that a caller asks for of each position: the log-probabilities of `n` candidates, the entropy, the
+/// logarithm of the mass outside the candidates, and that of the collision probability `sum_v Q(v)^2`.
 #[derive(Clone, Debug)]
 pub(crate) struct Scored {
     /// `[positions, n]`: u8, u32 or i64.
@@ -212,12 +212,12 @@ impl Scored {
     }
 }
 
-/// The number of scores of a position itself, whose columns follow those of its candidates: the entropy, the logarithm of
-/// the mass outside, and the logarithm of the collision probability.
+/// The number of scores of a position itself, whose columns follow those of its candidates: the entropy, the logarithm
+/// of the mass outside, and the logarithm of the collision probability.
 pub(crate) const POSITION_SCORES: usize = 3;
 
-/// A function of a chunk's positions and their scores `[chunk, n + 3]`, which returns the positions' values `[chunk]` and
-/// the derivatives by the scores `[chunk, n + 3]`, all in the accumulation dtype.
+/// A function of a chunk's positions and their scores `[chunk, n + 3]`, which returns the positions' values `[chunk]`
+/// and the derivatives by the scores `[chunk, n + 3]`, all in the accumulation dtype.
 pub(crate) type ScoreTerms = Arc<dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync>;
 
 /// A function of a chunk's positions and the log-probabilities of all ids `[chunk, vocab]`, which it may overwrite. It

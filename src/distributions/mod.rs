@@ -105,10 +105,9 @@ pub trait Distributions: Sealed {
     fn log_probs_as(&self, dtype: DType) -> Result<Tensor>;
 
     /// Computes the log-probability of given token ids at each position and, if the options ask for them, the entropy,
-    /// the mass outside the ids, the collision probability, the mean logit, and whether an id is the most probable of all.
-    /// The scores are differentiable. A mixture
-    /// computes them from one product and without a tensor of the vocabulary's size, and their backward pass takes three
-    /// products.
+    /// the mass outside the ids, the collision probability, the mean logit, and whether an id is the most probable of
+    /// all. The scores are differentiable. A mixture computes them from one product and without a tensor of the
+    /// vocabulary's size, and their backward pass takes three products.
     ///
     /// # Errors
     ///

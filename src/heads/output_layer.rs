@@ -185,15 +185,15 @@ pub trait OutputLayer: Debug + Send + Sync {
 
     /// Computes the log-probability of given token ids after hidden states `[.., hidden]` and, if the options ask for
     /// them, the entropy, the mass outside the ids, the collision probability, the mean logit and whether an id is the
-    /// argmax. Differentiable. Heads that are one mixture compute them without a tensor of the vocabulary's size, see [`Distributions::score`];
-    /// by default they are composed from [`OutputLayer::log_probs`].
+    /// argmax. Differentiable. Heads that are one mixture compute them without a tensor of the vocabulary's size, see
+    /// [`Distributions::score`]; by default they are composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
     /// - token_ids: `[..]`, or `[.., n]` for several candidates at each position; u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, and `[..]` each the entropy, the logarithm of
-    ///   the mass outside, that of the collision probability, and the mean logit; in nats
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, and `[..]` each the entropy, the
+    ///   logarithm of the mass outside, that of the collision probability, and the mean logit; in nats
     ///
     /// # Errors
     ///

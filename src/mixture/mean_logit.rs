@@ -20,8 +20,8 @@ use crate::error::{Error, OptionName, Result};
 const ROWS: usize = 1024;
 
 impl Mixture {
-    /// Computes the mean logit of each position, the components weighted by their priors: `[..]` in the accumulation dtype,
-    /// from one reading of the decoder. Differentiable. A softcap is an error.
+    /// Computes the mean logit of each position, the components weighted by their priors: `[..]` in the accumulation
+    /// dtype, from one reading of the decoder. Differentiable. A softcap is an error.
     pub(crate) fn mean_logit(&self) -> Result<Tensor> {
         let operands = &self.operands;
         if operands.softcap.is_some() {
@@ -53,11 +53,11 @@ impl MeanTerms {
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
         let (positions, components) = (operands.sizes.positions, operands.sizes.components);
         let mean_row = mean_row(&operands, dtype)?;
+        // Not every device computes with empty tensors.
         let priors = match &operands.log_priors {
-            Some(log_priors) => log_priors.exp()?,
-            None => Tensor::ones((positions, components), dtype, operands.device())?,
+            Some(log_priors) if positions > 0 => log_priors.exp()?,
+            _ => Tensor::ones((positions, components), dtype, operands.device())?,
         };
-        // Not every device reduces or multiplies empty tensors.
         let logits = if positions == 0 {
             priors.clone()
         } else {
@@ -83,18 +83,23 @@ impl MeanTerms {
     /// Computes the gradients of the operands from the upstream gradient of each position.
     fn gradients(&self, upstream: &Tensor, needs_grad: NeedsGrad) -> Result<Gradients> {
         let Operands { sizes, weight, adapter, logit_scale, .. } = &self.operands;
+        if sizes.positions == 0 {
+            return self.zeros(needs_grad);
+        }
         let adapter_columns = self.operands.adapter_columns()?;
         let upstream = upstream.reshape((sizes.positions, 1))?.to_dtype(self.dtype)?;
         let scaled = (self.priors.broadcast_mul(&upstream)? * *logit_scale)?; // [positions, K]
         let context_gradient = || scaled.unsqueeze(2)?.broadcast_mul(&self.mean_row.unsqueeze(0)?);
-        let log_prior_gradient = || (&self.logits * &self.priors)?.broadcast_mul(&upstream);
+        // A NaN where no gradient comes from takes no part.
+        let log_prior_gradient = || where_not_zero(&scaled, &(&self.logits * &self.priors)?.broadcast_mul(&upstream)?);
         // Every row of the decoder has the same gradient.
         let rows = |row: Tensor, dtype: DType| -> Result<Tensor> {
             let row = (row / sizes.vocab as f64)?.to_dtype(dtype)?;
             Ok(row.broadcast_as([&[sizes.vocab], &row.dims()[1..]].concat())?.contiguous()?)
         };
-        let row_gradient = if sizes.positions > 0 && (needs_grad.weight || needs_grad.adapter) {
-            scaled.reshape((1, ()))?.matmul(&contexts(&self.operands, self.dtype)?)?
+        let row_gradient = if needs_grad.weight || needs_grad.adapter {
+            let contexts = contexts(&self.operands, self.dtype)?;
+            scaled.reshape((1, ()))?.matmul(&where_not_zero(&scaled.reshape(((), 1))?, &contexts)?)?
         } else {
             self.mean_row.zeros_like()?
         };
@@ -102,18 +107,43 @@ impl MeanTerms {
         let weight_gradient = |weight: &Tensor| rows(columns(0..adapter_columns.start)?, weight.dtype());
         let adapter_gradient = |adapter: &Tensor| rows(columns(adapter_columns.clone())?, adapter.dtype());
         let bias_gradient = || rows(scaled.flatten_all()?.sum_keepdim(0)?, self.dtype);
-        let dense = match weight {
-            Weight::Dense(weight) => Some(weight).filter(|_| needs_grad.weight),
-            Weight::Quantised(_) => None,
-        };
         Ok(Gradients {
             contexts: needs_grad.contexts.then(context_gradient).transpose()?,
             log_priors: needs_grad.log_priors.then(log_prior_gradient).transpose()?,
-            weight: dense.map(weight_gradient).transpose()?,
+            weight: dense(weight).filter(|_| needs_grad.weight).map(weight_gradient).transpose()?,
             adapter: adapter.as_ref().filter(|_| needs_grad.adapter).map(adapter_gradient).transpose()?,
             bias: needs_grad.bias.then(bias_gradient).transpose()?,
         })
     }
+
+    /// Returns the gradients of no positions.
+    fn zeros(&self, needs_grad: NeedsGrad) -> Result<Gradients> {
+        let Operands { contexts, log_priors, weight, adapter, bias, .. } = &self.operands;
+        let zeros = |operand: Option<&Tensor>, is_needed: bool| {
+            operand.filter(|_| is_needed).map(Tensor::zeros_like).transpose()
+        };
+        Ok(Gradients {
+            contexts: zeros(Some(contexts), needs_grad.contexts)?,
+            log_priors: zeros(log_priors.as_ref(), needs_grad.log_priors)?,
+            weight: zeros(dense(weight), needs_grad.weight)?,
+            adapter: zeros(adapter.as_ref(), needs_grad.adapter)?,
+            bias: zeros(bias.as_ref(), needs_grad.bias)?,
+        })
+    }
+}
+
+/// Returns the weight if it is a tensor: quantised rows have no gradient.
+fn dense(weight: &Weight) -> Option<&Tensor> {
+    match weight {
+        Weight::Dense(weight) => Some(weight),
+        Weight::Quantised(_) => None,
+    }
+}
+
+/// Returns the numbers where the factors, of the same shape or `[.., 1]`, are not zero; otherwise zeros.
+fn where_not_zero(factors: &Tensor, numbers: &Tensor) -> Result<Tensor> {
+    let is_used = factors.ne(0.0)?.broadcast_as(numbers.shape())?.contiguous()?;
+    Ok(is_used.where_cond(numbers, &numbers.zeros_like()?)?)
 }
 
 /// Returns the contexts `[rows, d]` in this dtype.

@@ -99,8 +99,8 @@ fn attach_mixture(value: Tensor, planned: Planned, gradients: Box<MixtureGradien
     attach_operands(value, &operands, needs_grad, move |value, upstream| gradients(&planned, value, upstream))
 }
 
-/// Makes `value` a node whose operands are a mixture's. `gradients` computes their gradients from the value and the upstream
-/// gradient; it must not keep the operands' graph alive.
+/// Makes `value` a node whose operands are a mixture's. `gradients` computes their gradients from the value and the
+/// upstream gradient; it must not keep the operands' graph alive.
 pub(super) fn attach_operands(
     value: Tensor,
     operands: &Operands,

@@ -133,8 +133,8 @@ pub struct ChunkTerms {
     /// `[positions]`: the derivatives of the values by the logarithms of the mass outside; `None` if they do not depend
     /// on them.
     pub by_outside: Option<Tensor>,
-    /// `[positions]`: the derivatives of the values by the logarithms of the collision probability; `None` if they do not
-    /// depend on them.
+    /// `[positions]`: the derivatives of the values by the logarithms of the collision probability; `None` if they do
+    /// not depend on them.
     pub by_collision: Option<Tensor>,
 }
 

@@ -10,8 +10,8 @@ use crate::tensors::log_softmax::tempered;
 use crate::tensors::transfer::accurate_dtype;
 
 /// Computes the scores `[positions, n + 3]` of the distributions `[positions, vocab]`: the log-probabilities of `n`
-/// ids, the entropy, and the logarithms of the mass outside the ids and of the collision probability. Reading the ids waits
-/// for the device; one that is not in the vocabulary is an error.
+/// ids, the entropy, and the logarithms of the mass outside the ids and of the collision probability. Reading the ids
+/// waits for the device; one that is not in the vocabulary is an error.
 pub(crate) fn compose_scores(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
     let &Scored { ref token_ids, needs_entropy, needs_outside, needs_collision, temperature, .. } = scored;
     let dtype = accurate_dtype(log_probs);

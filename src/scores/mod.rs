@@ -1,5 +1,6 @@
-//! Scores of token ids, with gradients: their log-probabilities, the entropy of the distribution, the mass outside the ids,
-//! the collision probability and the mean logit; their sums over sequences; and the policy losses, which are functions of scores ([`policy`]).
+//! Scores of token ids, with gradients: their log-probabilities, the entropy of the distribution, the mass outside the
+//! ids, the collision probability and the mean logit; their sums over sequences; and the policy losses, which are
+//! functions of scores ([`policy`]).
 
 mod by_sequence;
 mod chunk_terms;
@@ -106,8 +107,8 @@ impl ScoreOptions {
         ScoreOptions { collision, ..self }
     }
 
-    /// Sets whether the mean logit is computed, [`Scores::mean_logit`]. It costs one more reading of the decoder, and its
-    /// gradient one writing of the decoder's gradient, but no product with the size of the vocabulary.
+    /// Sets whether the mean logit is computed, [`Scores::mean_logit`]. It costs one more reading of the decoder, and
+    /// its gradient one writing of the decoder's gradient, but no product with the size of the vocabulary.
     /// [`Error::Unsupported`] for what has no such mean of its decoder: logits with a softcap, heads of two levels,
     /// allowed ids, a vocabulary that ranks share, log-probabilities that are given, and losses of scores.
     pub fn with_mean_logit(self, mean_logit: bool) -> Self {
@@ -175,10 +176,14 @@ impl ScoreOptions {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
 /// let hidden = Tensor::zeros((2, 8), DType::F32, &Device::Cpu)?;
 /// let token_ids = Tensor::new(&[[3u32, 5, 7], [1, 0, 99]], &Device::Cpu)?; // three candidates for each position
-/// let scores = head.score(&hidden, &token_ids, &ScoreOptions::new().with_entropy(true))?;
+/// let options = ScoreOptions::new().with_entropy(true).with_collision(true);
+/// let scores = head.score(&hidden, &token_ids, &options)?;
 /// assert_eq!(scores.log_prob.dims(), [2, 3]);
 /// let entropy = scores.entropy.expect("asked for").to_vec1::<f32>()?;
 /// assert!(entropy.iter().all(|h| (h - 100f32.ln()).abs() < 1e-5));
+/// // Two draws are equal with a probability of one in a hundred.
+/// let log_collision = scores.log_collision.expect("asked for").to_vec1::<f32>()?;
+/// assert!(log_collision.iter().all(|c| (c + 100f32.ln()).abs() < 1e-5));
 /// # Ok(())
 /// # }
 /// ```
@@ -192,14 +197,14 @@ pub struct Scores {
     /// The logarithm of the mass outside the token ids at each position, `[..]`, if it was asked for. It is summed over
     /// the other ids, so that it is exact where these have hardly any mass; minus infinity if there are no others.
     pub log_outside: Option<Tensor>,
-    /// The logarithm of the collision probability at each position, `[..]`, if it was asked for: that of
-    /// `sum_v P(v)^2`, the probability that two draws are equal. It is the negated collision entropy (the Renyi entropy of
-    /// order 2: Renyi, On Measures of Entropy and Information. 1961), from minus the logarithm of the vocabulary's size to
-    /// zero, and at a temperature that of the tempered distribution.
+    /// The logarithm of the collision probability at each position, `[..]`, if it was asked for: `log sum_v P(v)^2`,
+    /// where the sum is the probability that two draws are equal. It is the negated collision entropy (the Renyi entropy
+    /// of order 2: Renyi, On Measures of Entropy and Information. 1961), from minus the logarithm of the vocabulary's
+    /// size to zero, and at a temperature that of the tempered distribution.
     pub log_collision: Option<Tensor>,
-    /// The mean logit at each position, `[..]`, if it was asked for: `1/V sum_v z_v`, where the logits z are those after
-    /// the scale and without the temperature. For a mixture it is that of its components, weighted by their priors:
-    /// `sum_k pi_k 1/V sum_v z_kv`. It is minus infinity where a logit is.
+    /// The mean logit at each position, `[..]`, if it was asked for: `1/V sum_v z_v`, where the logits z are those
+    /// after the scale and without the temperature. For a mixture it is that of its components, weighted by their
+    /// priors: `sum_k pi_k 1/V sum_v z_kv`. It is minus infinity where a logit is.
     pub mean_logit: Option<Tensor>,
     /// Whether each id is the most probable of the vocabulary at its position, of the ids' shape in u8, if it was asked
     /// for: one for the id that `argmax` returns, which is the lowest among equals, and zero for other ids. All are
@@ -255,8 +260,8 @@ impl Scores {
     ///
     /// - log_probs: `[.., vocab]`, at most zero; a float type
     /// - token_ids: `[..]`, or `[.., n]` for several candidates; u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, and `[..]` each the entropy, the logarithm
-    ///   of the mass outside, and that of the collision probability
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, and `[..]` each the entropy, the
+    ///   logarithm of the mass outside, and that of the collision probability
     ///
     /// # Errors
     ///

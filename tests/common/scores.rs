@@ -49,8 +49,8 @@ impl Problem {
         log_softmax(&(log_p / self.temperature)?)
     }
 
-    /// The scores from candle's operations, `[positions, n + 3]`: log-probabilities, the entropy, and the logarithms of the
-    /// mass outside and of the collision probability.
+    /// The scores from candle's operations, `[positions, n + 3]`: log-probabilities, the entropy, and the logarithms of
+    /// the mass outside and of the collision probability.
     pub fn composed_scores(&self, tensors: &Tensors) -> Result<Tensor> {
         let log_probs = self.composed_log_probs(tensors)?;
         let index = if self.masked {

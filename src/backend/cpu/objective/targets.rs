@@ -73,8 +73,8 @@ impl<F: Float> Targets<F> {
         Ok(Targets::Ids(TargetIds::new(loss, sizes, rows)?))
     }
 
-    /// Makes the targets of positions from `first` on whose scores have the gradients `upstream`, `[positions, n + 3]`. The
-    /// `power` is the inverse of the temperature, or one if the logits are tempered already.
+    /// Makes the targets of positions from `first` on whose scores have the gradients `upstream`, `[positions, n + 3]`.
+    /// The `power` is the inverse of the temperature, or one if the logits are tempered already.
     pub(crate) fn from_score_upstream(
         scored: &Scored,
         candidates: &Candidates,

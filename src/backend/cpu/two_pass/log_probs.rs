@@ -104,8 +104,8 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         });
     }
 
-    /// Computes the scores of the chunk's positions, `[positions, n + 3]`, and whether each candidate is the most probable
-    /// id, `[positions, n]`, or nothing if the caller does not ask for it.
+    /// Computes the scores of the chunk's positions, `[positions, n + 3]`, and whether each candidate is the most
+    /// probable id, `[positions, n]`, or nothing if the caller does not ask for it.
     pub(crate) fn score_rows(
         &mut self,
         positions: Range<usize>,

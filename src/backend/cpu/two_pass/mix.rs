@@ -1,6 +1,6 @@
 //! The mixture's log-probability of every id of one position, from its K rows of logits, and functions of all ids: the
-//! tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`, its entropy, the mass outside candidates, and
-//! the collision probability `sum_v Q(v)^2`.
+//! tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`, its entropy, the mass outside candidates,
+//! and the collision probability `sum_v Q(v)^2`.
 
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::vector::math::{exp, finite_or_zero, ln, not_negative, LogSumExp, Softcap};
@@ -49,8 +49,8 @@ impl<F: Float> Scratch<F> {
 pub(super) enum IdMasses<'a, F> {
     /// One number for each id, padded with zeros.
     Given(&'a [F]),
-    /// Each id's mass is `Q(v) (constant + slope log Q(v))`. All ids also share the first number of `collision`, and the ids
-    /// outside the candidates that of `outside`.
+    /// Each id's mass is `Q(v) (constant + slope log Q(v))`. All ids also share the first number of `collision`, and
+    /// the ids outside the candidates that of `outside`.
     FromProbability {
         tempered: Tempered<F>,
         constant: F,
@@ -222,7 +222,8 @@ impl<F: Float> PowerSum<F> {
         PowerSum { largest, log_sum: v.sum(sum).ln() }
     }
 
-    /// Computes `p(v)^power` over the sum, from the logarithms of both, which may be below the smallest number themselves.
+    /// Computes `p(v)^power` over the sum, from the logarithms of both, which may be below the smallest number
+    /// themselves.
     #[inline(always)]
     fn share<V: Vector<F>>(self, v: V, power: F, log_p: V::Reg) -> V::Reg {
         let relative = v.mul(v.sub(log_p, v.splat(self.largest)), v.splat(power));

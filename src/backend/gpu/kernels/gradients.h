@@ -16,8 +16,8 @@ struct SoftMasses {
     FUNCTION float mass(int v) const {
         if (given) return given[v];
         const float log_q = power * log_probs[v] - log_norm, q = exponential(log_q);
-        // Numerator and denominator of Q(v) / Q(outside) may both be below the smallest number, as may those of the share
-        // Q(v)^2 / sum_u Q(u)^2.
+        // Numerator and denominator of Q(v) / Q(outside) may both be below the smallest number, as may those of the
+        // share Q(v)^2 / sum_u Q(u)^2.
         return q * (offset + slope * log_q) + weighted(outside, exponential(log_q - log_outside)) +
                weighted(collision, exponential(2.f * log_q - log_collision));
     }

@@ -165,7 +165,8 @@ impl ScoreCase {
         assert!(
             error <= mixture.tolerance(),
             "{name}: {error} with {:?} {:?}, {n} candidates, entropy {entropy}, outside {outside}, collision \
-             {collision}, temperature {temperature}, masked {masked}, pruned {pruned}, excess {excess}, {upstream:?} on {:?}",
+             {collision}, temperature {temperature}, masked {masked}, pruned {pruned}, excess {excess}, {upstream:?} \
+             on {:?}",
             mixture.sizes,
             mixture.dtype,
             gpu.language,

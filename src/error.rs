@@ -250,6 +250,10 @@ pub enum OptionName {
     Entropy,
     /// [`ScoreOptions::outside`](crate::score::ScoreOptions::outside)
     Outside,
+    /// [`ScoreOptions::collision`](crate::score::ScoreOptions::collision)
+    Collision,
+    /// [`ScoreOptions::mean_logit`](crate::score::ScoreOptions::mean_logit)
+    MeanLogit,
     /// [`ScoreOptions::temperature`](crate::score::ScoreOptions::temperature) or
     /// [`PolicyOptions::temperature`](crate::policy::PolicyOptions::temperature)
     Temperature,
@@ -290,6 +294,8 @@ impl fmt::Display for OptionName {
             OptionName::Distill => "distill",
             OptionName::Entropy => "entropy",
             OptionName::Outside => "outside",
+            OptionName::Collision => "collision",
+            OptionName::MeanLogit => "mean_logit",
             OptionName::Temperature => "temperature",
             OptionName::Correct => "correct",
             OptionName::IsArgmax => "is_argmax",

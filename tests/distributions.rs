@@ -53,11 +53,13 @@ fn results(distributions: &dyn Distributions, contexts: &Var) -> Result<Vec<Numb
     add("log_probs", &distributions.log_probs()?);
     add("log_prob", &distributions.log_prob(&three)?);
     add("entropy", &distributions.entropy()?);
-    let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_argmax(true).with_temperature(1.3);
+    let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_collision(true);
+    let options = options.with_is_argmax(true).with_temperature(1.3);
     let scores = distributions.score(&three, &options)?;
     add("scores", &scores.log_prob);
     add("score of the entropy", &scores.entropy.expect("asked for"));
     add("score of the mass outside", &scores.log_outside.expect("asked for"));
+    add("score of the collision probability", &scores.log_collision.expect("asked for"));
     add("score of the argmax", &scores.is_argmax.expect("asked for"));
     let top = distributions.top_k(3)?;
     add("top_k", &top.token_ids);
@@ -93,7 +95,7 @@ fn results(distributions: &dyn Distributions, contexts: &Var) -> Result<Vec<Numb
 fn results_of_functions(distributions: &impl Distributions, contexts: &Var) -> Result<Vec<Numbers>> {
     let mut found = Vec::new();
     for shape in [&LEADING[..], &[2, 3, 2], &[2, 3, 0]] {
-        let options = ScoreOptions::new().with_entropy(true).with_outside(true);
+        let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_collision(true);
         let result = distributions.score_loss(&ids(shape)?, &options, |scores| {
             let by_log_prob = scores.log_prob.affine(0.0, -0.5)?;
             let listed = match by_log_prob.rank() {
@@ -101,8 +103,10 @@ fn results_of_functions(distributions: &impl Distributions, contexts: &Var) -> R
                 _ => (&scores.log_prob * -0.5)?.sum(1)?,
             };
             let values = ((listed - (&scores.entropy * 0.3)?)? + (&scores.log_outside * 0.2)?)?;
+            let values = (values + (&scores.log_collision * 0.7)?)?;
             let constant = |number: f64| scores.entropy.affine(0.0, number);
-            Ok(ChunkTerms::new(values, by_log_prob).with_by_entropy(constant(-0.3)?).with_by_outside(constant(0.2)?))
+            let terms = ChunkTerms::new(values, by_log_prob).with_by_entropy(constant(-0.3)?);
+            Ok(terms.with_by_outside(constant(0.2)?).with_by_collision(constant(0.7)?))
         })?;
         loss(&mut found, &format!("score_loss of {shape:?}"), &result, contexts)?;
     }

@@ -89,7 +89,7 @@ fn so_they_do_with_every_kind_of_logits() -> Result<()> {
 #[test]
 fn scores_of_no_positions_can_be_read() -> Result<()> {
     let weight = Tensor::ones((20, 6), DType::F32, &Device::Cpu)?;
-    let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_argmax(true);
+    let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_collision(true).with_is_argmax(true);
     for components in [1, 2] {
         let log_priors = Tensor::zeros((0, components), DType::F32, &Device::Cpu)?;
         let log_priors = Some(&log_priors).filter(|_| components > 1);
@@ -106,8 +106,8 @@ fn scores_of_no_positions_can_be_read() -> Result<()> {
                 each.score(&ids, &options)?,
                 Scores::from_log_probs(&log_probs, &ids, &options)?,
             ] {
-                let of_positions = [scores.entropy.expect("asked for"), scores.log_outside.expect("asked for")];
-                for scores in of_positions {
+                let of_positions = [scores.entropy, scores.log_outside, scores.log_collision];
+                for scores in of_positions.map(|scores| scores.expect("asked for")) {
                     assert_eq!(scores.to_vec1::<f32>()?, [0f32; 0]);
                     assert_eq!((scores.neg()? + 1.0)?.to_vec1::<f32>()?, [0f32; 0]);
                 }
@@ -147,11 +147,12 @@ fn results_of_no_positions_can_be_read() -> Result<()> {
             head.argmax(&hidden)?,
             head.sample(&hidden, &mut Sampler::new(Sampling::new(), 1)?)?,
         ];
-        let options = ScoreOptions::new().with_entropy(true).with_outside(true).with_is_argmax(true);
+        let options =
+            ScoreOptions::new().with_entropy(true).with_outside(true).with_collision(true).with_is_argmax(true);
         let scores = head.score(&hidden, &ids, &options)?;
-        results.extend(
-            [Some(scores.log_prob), scores.entropy, scores.log_outside, scores.is_argmax].into_iter().flatten(),
-        );
+        let of_positions = [scores.entropy, scores.log_outside, scores.log_collision, scores.is_argmax];
+        results.push(scores.log_prob);
+        results.extend(of_positions.map(|scores| scores.expect("asked for")));
         let batch = PolicyBatch::new(ids.clone(), Tensor::zeros(0, DType::F32, &Device::Cpu)?);
         let mut losses = vec![head.policy_loss(&hidden, &batch, &PolicyOptions::new().with_entropy(0.1))?];
         // The last one has no loss.
@@ -355,7 +356,7 @@ fn chunks_do_not_change_them() -> Result<()> {
 /// Guards against a gradient that is dropped in silence: each score has one by itself.
 #[test]
 fn each_score_has_its_gradient_alone() -> Result<()> {
-    let case = Problem { n: 2, outside: true, ..Problem::new(5, 3, 7, 37) };
+    let case = Problem { n: 2, outside: true, collision: true, ..Problem::new(5, 3, 7, 37) };
     let vars = case.variables(DType::F64)?;
     let (scores, expected) = (case.scores(&vars)?, case.composed_scores(&vars)?);
     let found = [
@@ -363,6 +364,7 @@ fn each_score_has_its_gradient_alone() -> Result<()> {
         scores.log_prob.narrow(1, 1, 1)?,
         scores.entropy.clone().expect("asked for"),
         scores.log_outside.clone().expect("asked for"),
+        scores.log_collision.clone().expect("asked for"),
     ];
     for (i, found) in found.into_iter().enumerate() {
         let value = found.sum_all()?;
@@ -509,11 +511,12 @@ fn assert_same(found: Scores, expected: Scores, tolerance: f64) {
 #[test]
 fn gradients_equal_central_differences() -> Result<()> {
     for temperature in [1.0, 0.6] {
-        let case = Problem { n: 2, temperature, outside: true, ..Problem::new(3, 2, 4, 11) };
+        let case = Problem { n: 2, temperature, outside: true, collision: true, ..Problem::new(3, 2, 4, 11) };
         let upstream = case.upstream()?;
         let value = |tensors: &Tensors| -> Result<Tensor> {
             let scores = case.scores(tensors)?;
-            let of_positions = [scores.entropy, scores.log_outside].map(|x| x.expect("asked for"));
+            let of_positions = [scores.entropy, scores.log_outside, scores.log_collision];
+            let of_positions = of_positions.map(|x| x.expect("asked for"));
             let scores = Tensor::cat(&[scores.log_prob, Tensor::stack(&of_positions, 1)?], 1)?;
             Ok((scores * &upstream)?.sum_all()?)
         };

@@ -386,6 +386,8 @@ fn what_scores_of_several_ranks_lack_is_named_on_every_rank() -> Result<()> {
         (policy(PolicyOptions::new().with_temperature(0.7)), "temperature"),
         (score(ScoreOptions::new().with_entropy(true)), "entropy"),
         (score(ScoreOptions::new().with_outside(true)), "outside"),
+        (score(ScoreOptions::new().with_collision(true)), "collision"),
+        (score(ScoreOptions::new().with_mean_logit(true)), "mean_logit"),
     ] {
         assert_eq!(found, [format!("{option}: {head}"), format!("{option}: {head}")]);
     }

@@ -205,6 +205,7 @@ impl Distributions for RestrictedMixture {
 
     fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         options.validate()?;
+        options.refuse_mean_logit("allowed ids")?;
         let Sizes { vocab, positions, .. } = self.mixture.operands().sizes;
         let leading = self.mixture.leading();
         let n = candidate_count("token_ids", token_ids, leading)?;

@@ -99,9 +99,10 @@ pub(crate) fn log_probs(planned: &Planned, dtype: DType) -> Result<Tensor> {
     on_device!(planned.device(), log_probs(planned, dtype))
 }
 
-/// Computes the scores of each position, `[positions, n + 2]` in the accumulation dtype: log-probabilities, the entropy, and
-/// the logarithm of the mass outside the ids. If [`Scored::needs_argmax`], it also tells whether each id is the most
-/// probable of all, `[positions, n]` in u8: among equal ids the lowest is, and none is if the distribution is not defined.
+/// Computes the scores of each position, `[positions, n + 3]` in the accumulation dtype: log-probabilities, the
+/// entropy, and the logarithms of the mass outside the ids and of the collision probability. If
+/// [`Scored::needs_argmax`], it also tells whether each id is the most probable of all, `[positions, n]` in u8: among
+/// equal ids the lowest is, and none is if the distribution is not defined.
 pub(crate) fn scores(planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
     on_device!(planned.device(), scores(planned, scored))
 }

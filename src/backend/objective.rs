@@ -25,8 +25,8 @@ pub(crate) enum Objective {
 }
 
 impl Objective {
-    /// Makes the inner product of scores and `upstream`, `[positions, n + 2]` in the accumulation dtype. Its gradients are
-    /// those of the scores; its value is not computed.
+    /// Makes the inner product of scores and `upstream`, `[positions, n + 3]` in the accumulation dtype. Its gradients
+    /// are those of the scores; its value is not computed.
     pub(crate) fn from_score_upstream(scored: Scored, upstream: Tensor) -> Self {
         // The upstream gradient of each position is known, whatever its scores are.
         let terms = move |positions: Range<usize>, scores: &Tensor| {
@@ -164,8 +164,8 @@ impl Task {
     }
 }
 
-/// The scores that a caller asks for of each position: the log-probabilities of `n` candidates, the entropy, and the
-/// logarithm of the mass outside the candidates.
+/// The scores that a caller asks for of each position: the log-probabilities of `n` candidates, the entropy, the
+/// logarithm of the mass outside the candidates, and that of the collision probability `sum_v Q(v)^2`.
 #[derive(Clone, Debug)]
 pub(crate) struct Scored {
     /// `[positions, n]`: u8, u32 or i64.
@@ -174,6 +174,8 @@ pub(crate) struct Scored {
     pub(crate) needs_entropy: bool,
     /// Whether the caller needs the logarithm of the mass outside; if not, its column of the scores is zero.
     pub(crate) needs_outside: bool,
+    /// Whether the caller needs the logarithm of the collision probability; if not, its column of the scores is zero.
+    pub(crate) needs_collision: bool,
     /// Whether the caller needs to know which candidate is the most probable id of all.
     pub(crate) needs_argmax: bool,
     /// The temperature of the mixture's distribution, after the logit function.
@@ -188,7 +190,7 @@ impl Scored {
 
     /// Returns whether the scores depend on the log-probability of every id.
     pub(crate) fn needs_all_ids(&self) -> bool {
-        self.needs_entropy || self.needs_outside || self.is_tempered()
+        self.needs_entropy || self.needs_outside || self.needs_collision || self.is_tempered()
     }
 
     /// Returns the task that computes the scores or a function of them, and the gradients of the operands that need one.
@@ -199,7 +201,7 @@ impl Scored {
         // A temperature divides the logits of a single softmax, and its entropy is a moment of them.
         let is_single = operands.is_single();
         let is_plain = !self.is_tempered() || is_single && operands.logit_function.is_identity();
-        let has_moments = !self.needs_entropy || is_single && !needs_grad.any();
+        let has_moments = !self.needs_collision && (!self.needs_entropy || is_single && !needs_grad.any());
         let scores = ScoreTask {
             candidates,
             need_all_ids: self.needs_all_ids(),
@@ -210,12 +212,12 @@ impl Scored {
     }
 }
 
-/// The number of scores of a position itself, whose columns follow those of its candidates: the entropy, and the
-/// logarithm of the mass outside.
-pub(crate) const POSITION_SCORES: usize = 2;
+/// The number of scores of a position itself, whose columns follow those of its candidates: the entropy, the logarithm
+/// of the mass outside, and the logarithm of the collision probability.
+pub(crate) const POSITION_SCORES: usize = 3;
 
-/// A function of a chunk's positions and their scores `[chunk, n + 2]`, which returns the positions' values `[chunk]` and
-/// the derivatives by the scores `[chunk, n + 2]`, all in the accumulation dtype.
+/// A function of a chunk's positions and their scores `[chunk, n + 3]`, which returns the positions' values `[chunk]`
+/// and the derivatives by the scores `[chunk, n + 3]`, all in the accumulation dtype.
 pub(crate) type ScoreTerms = Arc<dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync>;
 
 /// A function of a chunk's positions and the log-probabilities of all ids `[chunk, vocab]`, which it may overwrite. It

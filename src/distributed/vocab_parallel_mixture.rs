@@ -191,6 +191,8 @@ fn check_score_options(leading: &[usize], token_ids: &Tensor, options: &ScoreOpt
     let unsupported = [
         (options.entropy, OptionName::Entropy),
         (options.outside, OptionName::Outside),
+        (options.collision, OptionName::Collision),
+        (options.mean_logit, OptionName::MeanLogit),
         (options.temperature != 1.0, OptionName::Temperature),
         (token_ids.dims() != leading, OptionName::LogProbs),
     ];

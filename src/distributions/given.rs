@@ -33,6 +33,10 @@ impl Sealed for GivenLogProbs {
         OutputShape { leading, vocab: *vocab, like: &self.like }
     }
 
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
         let log_probs = select_positions(&self.log_probs, positions)?;
         Ok(Box::new(GivenLogProbs { log_probs, like: self.like.clone(), name: self.name }))

@@ -26,7 +26,9 @@ pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -
         // `neg` would make a minus zero.
         _ => log_prob.narrow(1, 0, 1)?.affine(-1.0, 0.0)?.reshape(leading)?,
     };
-    let all = Tensor::cat(&[&log_prob, &column(&scores.entropy)?, &column(&scores.log_outside)?], 1)?;
+    let [entropy, log_outside, log_collision] =
+        [&scores.entropy, &scores.log_outside, &scores.log_collision].map(column);
+    let all = Tensor::cat(&[&log_prob, &entropy?, &log_outside?, &log_collision?], 1)?;
     // The columns that the terms depend on.
     let used = |all: &Tensor| {
         let Range { start, end } = loss.position_scores;

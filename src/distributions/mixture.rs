@@ -48,9 +48,9 @@ impl Distributions for Mixture {
         options.validate()?;
         let leading = self.leading();
         let n = candidate_count("token_ids", token_ids, leading)?;
-        let is_plain = !options.entropy && !options.outside && options.temperature == 1.0;
-        if token_ids.dims() == leading && is_plain {
-            return Scores::from_loss(self.loss(token_ids, &options.loss_options()));
+        let mean_logit = options.mean_logit.then(|| self.mean_logit()).transpose()?;
+        if token_ids.dims() == leading && options.is_plain() {
+            return Ok(Scores { mean_logit, ..Scores::from_loss(self.loss(token_ids, &options.loss_options()))? });
         }
         let operands = self.operands();
         let scored = options.scored(token_ids.reshape((operands.sizes.positions, n))?);
@@ -63,7 +63,8 @@ impl Distributions for Mixture {
         if gradients.needs_grad.any() {
             scores = node::attach_scores(scores, gradients, scored)?;
         }
-        Ok(Scores { is_argmax, ..Scores::from_columns(&scores, token_ids.dims(), leading, options)? })
+        let scores = Scores::from_columns(&scores, token_ids.dims(), leading, options)?;
+        Ok(Scores { mean_logit, is_argmax, ..scores })
     }
 
     fn top_k(&self, k: usize) -> Result<TopK> {

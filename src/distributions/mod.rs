@@ -105,14 +105,15 @@ pub trait Distributions: Sealed {
     fn log_probs_as(&self, dtype: DType) -> Result<Tensor>;
 
     /// Computes the log-probability of given token ids at each position and, if the options ask for them, the entropy,
-    /// the mass outside the ids, and whether an id is the most probable of all. The scores are differentiable. A mixture
-    /// computes them from one product and without a tensor of the vocabulary's size, and their backward pass takes three
-    /// products.
+    /// the mass outside the ids, the collision probability, the mean logit, and whether an id is the most probable of
+    /// all. The scores are differentiable. A mixture computes them from one product and without a tensor of the
+    /// vocabulary's size, and their backward pass takes three products.
     ///
     /// # Errors
     ///
     /// The errors of [`OutputLayer::score`](crate::OutputLayer::score).
     fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+        options.refuse_mean_logit(self.name())?;
         Scores::from_rounded(&accurate_log_probs(self)?, self.shape().like.dtype(), token_ids, options)
     }
 
@@ -402,6 +403,11 @@ pub trait Sealed {
 
     /// Selects some of the positions, which ascend. The leading dimensions of the result are `[n]`.
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>>;
+
+    /// Returns what errors call the distributions whose scores are computed from log-probabilities.
+    fn name(&self) -> &'static str {
+        "these distributions"
+    }
 
     /// Returns an error that is found before a result is asked for. Ranks that share the vocabulary tell each other.
     fn announce(&self, error: Error) -> Error {

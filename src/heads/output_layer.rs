@@ -184,20 +184,22 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 
     /// Computes the log-probability of given token ids after hidden states `[.., hidden]` and, if the options ask for
-    /// them, the entropy, the mass outside the ids and whether an id is the argmax. Differentiable. Heads that are one
-    /// mixture compute them without a tensor of the vocabulary's size, see [`Distributions::score`];
-    /// by default they are composed from [`OutputLayer::log_probs`].
+    /// them, the entropy, the mass outside the ids, the collision probability, the mean logit and whether an id is the
+    /// argmax. Differentiable. Heads that are one mixture compute them without a tensor of the vocabulary's size, see
+    /// [`Distributions::score`]; by default they are composed from [`OutputLayer::log_probs`].
     ///
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
     /// - token_ids: `[..]`, or `[.., n]` for several candidates at each position; u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm of
-    ///   the mass outside `[..]`, in nats
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, and `[..]` each the entropy, the
+    ///   logarithm of the mass outside, that of the collision probability, and the mean logit; in nats
     ///
     /// # Errors
     ///
     /// The errors that [`OutputLayer::loss`] has for targets, or if an option is out of range.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for an option that the head does not have, see
+    /// [`ScoreOptions::with_mean_logit`].
     fn score(&self, hidden: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         let checked = leading(hidden).and_then(|leading| candidate_count("token_ids", token_ids, leading));
         checked.map_err(|error| self.announce(error))?;

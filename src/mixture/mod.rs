@@ -8,6 +8,7 @@
 mod distill;
 mod logits;
 mod loss;
+mod mean_logit;
 pub(crate) mod node;
 mod sample;
 mod sampled_softmax;

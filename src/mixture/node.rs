@@ -1,4 +1,4 @@
-//! The node of a mixture's loss, log-probabilities or scores in candle's graph.
+//! The node of a mixture's loss, log-probabilities, scores or mean logits in candle's graph.
 //!
 //! candle's custom operations take three operands. Those of a mixture are the contexts, the decoder's weight, and one that
 //! stands for the log-priors, the adapter and the bias (`tensors/joined.rs`).
@@ -78,7 +78,7 @@ pub(crate) fn attach_log_probs(log_probs: Tensor, planned: Planned) -> Result<Te
     attach_mixture(log_probs, planned, Box::new(gradients))
 }
 
-/// Makes `scores`, `[positions, n + 2]`, a node whose operands are the mixture's.
+/// Makes `scores`, `[positions, n + 3]`, a node whose operands are the mixture's.
 pub(crate) fn attach_scores(scores: Tensor, planned: Planned, scored: Scored) -> Result<Tensor> {
     let gradients = move |planned: &Planned, _: &Tensor, upstream: &Tensor| {
         let objective = Objective::from_score_upstream(scored.clone(), upstream.contiguous()?);
@@ -93,7 +93,20 @@ type MixtureGradients = dyn Fn(&Planned, &Tensor, &Tensor) -> Result<Gradients> 
 /// Makes `value` a node whose operands are the mixture's. `gradients` computes their gradients from the detached
 /// operands, the value and the upstream gradient.
 fn attach_mixture(value: Tensor, planned: Planned, gradients: Box<MixtureGradients>) -> Result<Tensor> {
-    let Planned { operands, needs_grad, .. } = &planned;
+    let (operands, needs_grad) = (planned.operands.clone(), planned.needs_grad);
+    // The operands are detached, because the node must not keep their graph alive.
+    let planned = planned.detach();
+    attach_operands(value, &operands, needs_grad, move |value, upstream| gradients(&planned, value, upstream))
+}
+
+/// Makes `value` a node whose operands are a mixture's. `gradients` computes their gradients from the value and the
+/// upstream gradient; it must not keep the operands' graph alive.
+pub(super) fn attach_operands(
+    value: Tensor,
+    operands: &Operands,
+    needs_grad: NeedsGrad,
+    gradients: impl Fn(&Tensor, &Tensor) -> Result<Gradients> + Send + Sync + 'static,
+) -> Result<Tensor> {
     let Operands { contexts, weight, log_priors, adapter, bias, .. } = operands;
     // An operand that needs no gradient must not appear in the GradStore.
     let trained = [
@@ -110,11 +123,9 @@ fn attach_mixture(value: Tensor, planned: Planned, gradients: Box<MixtureGradien
         Weight::Quantised(_) => None,
     };
     let (shape, dtype, weight_dtype) = (source.shape().clone(), source.dtype(), weight.as_ref().map(Tensor::dtype));
-    // The operands are detached, because the node must not keep their graph alive.
-    let planned = planned.detach();
     let graph_operands = [Some(&source), joined.as_ref(), weight.as_ref()];
     attach("mixture", value, graph_operands, move |_, value, upstream| {
-        let gradients = gradients(&planned, value, upstream)?;
+        let gradients = gradients(value, upstream)?;
         // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before, too): a
         // loss scale then saves small gradients in f16.
         let round = |gradient: Option<Tensor>, dtype: Option<DType>| {

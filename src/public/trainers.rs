@@ -15,7 +15,8 @@
 //! | `GKDTrainer` | [GKD](#gkd) | [`OutputLayer::distill`](crate::OutputLayer::distill) |
 //! | `RewardTrainer` | [reward model](#reward-model) | candle alone: there is no vocabulary |
 //!
-//! The last section has a loss over [several future tokens](#several-future-tokens). `examples/dpo.rs` and
+//! A trainer also logs [numbers of each token's distribution](#what-trainers-log), and the last section has a loss over
+//! [several future tokens](#several-future-tokens). `examples/dpo.rs` and
 //! `examples/grpo.rs` train with two of these losses, and `examples/distill.rs` distils.
 //!
 //! In the code below, `head` is the output layer of the policy, and `hidden` `[batch, seq, hidden]` are the hidden
@@ -361,6 +362,55 @@
 //! # let term = |chosen: f64, rejected: f64| -(1.0 / (1.0 + (rejected - chosen).exp())).ln();
 //! # let expected = (term(all[0][2], all[2][1]) + term(all[1][2], all[3][2])) / 2.0;
 //! # assert!((loss.to_scalar::<f64>()? - expected).abs() < 1e-12);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What trainers log
+//!
+//! Beside the log-probability of each token, the trainers log its entropy, and the preference trainers the mean logit
+//! of chosen and rejected completions (`logits/chosen`, `logits/rejected`), which is a mean over their tokens and over
+//! all ids. [`Scores`](crate::score::Scores) has these without the logits of all ids, and the logarithm of `sum_v
+//! P(v)^2`, the probability that two draws are equal; all of them have gradients.
+//!
+//! | number of a token | option | result |
+//! |---|---|---|
+//! | `log P(y)` | | `log_prob` |
+//! | `-sum_v P(v) log P(v)` | `with_entropy` | `entropy` |
+//! | `log sum_v P(v)^2` | `with_collision` | `log_collision` |
+//! | `1/V sum_v z_v` | `with_mean_logit` | `mean_logit` |
+//!
+//! ```
+//! # use candle_core::{DType, Device, Tensor};
+//! use mos_head::score::ScoreOptions;
+//! use mos_head::{DropoutMasks, MixtureLayer, OutputLayer, SoftmaxHead};
+//!
+//! # fn main() -> mos_head::Result<()> {
+//! # let device = &Device::Cpu;
+//! # let head = SoftmaxHead::from_tensors(Tensor::randn(0f64, 1., (50, 8), device)?, None)?;
+//! # let hidden = Tensor::randn(0f64, 1., (4, 3, 8), device)?;
+//! # let token_ids = Tensor::new(&[[3u32, 5, 7], [3, 0, 9], [3, 6, 49], [3, 2, 2]], device)?;
+//! # let mask = Tensor::new(&[[0u8, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]], device)?;
+//! let options = ScoreOptions::new().with_entropy(true).with_collision(true).with_mean_logit(true);
+//! let scores = head.score(&hidden, &token_ids, &options)?;
+//! let [entropy, log_collision, mean_logit] =
+//!     [scores.entropy, scores.log_collision, scores.mean_logit].map(|scores| scores.expect("asked for").detach());
+//! let weights = mask.to_dtype(DType::F64)?;
+//! let mean = |numbers: &Tensor, first: usize, n: usize| -> mos_head::Result<f64> {
+//!     let [numbers, weights] = [&(numbers * &weights)?, &weights].map(|tensor| tensor.narrow(0, first, n)?.sum_all());
+//!     Ok(numbers?.to_scalar::<f64>()? / weights?.to_scalar::<f64>()?)
+//! };
+//! let (logits_chosen, logits_rejected) = (mean(&mean_logit, 0, 2)?, mean(&mean_logit, 2, 2)?);
+//! let (entropy, log_collision) = (mean(&entropy, 0, 4)?, mean(&log_collision, 0, 4)?);
+//! # let logits = head.mixture(&hidden, DropoutMasks::Off)?.logits()?;
+//! # let log_probs = head.log_probs(&hidden)?;
+//! # let probs = log_probs.exp()?;
+//! # let expected = mean(&logits.mean(2)?, 0, 2)? - mean(&logits.mean(2)?, 2, 2)?;
+//! # assert!((logits_chosen - logits_rejected - expected).abs() < 1e-12);
+//! # let expected = mean(&(&probs * &log_probs)?.sum(2)?.neg()?, 0, 4)?;
+//! # assert!((entropy - expected).abs() < 1e-12);
+//! # let expected = mean(&probs.sqr()?.sum(2)?.log()?, 0, 4)?;
+//! # assert!((log_collision - expected).abs() < 1e-12);
 //! # Ok(())
 //! # }
 //! ```

@@ -52,6 +52,8 @@ pub struct ChunkScores {
     pub entropy: Tensor,
     /// `[positions]`: the logarithm of the mass outside the token ids; zeros if the options do not ask for it.
     pub log_outside: Tensor,
+    /// `[positions]`: the logarithm of the collision probability; zeros if the options do not ask for it.
+    pub log_collision: Tensor,
 }
 
 /// The log-probabilities of some positions, on the device of the contexts, in f32 (f64 for f64).
@@ -131,6 +133,9 @@ pub struct ChunkTerms {
     /// `[positions]`: the derivatives of the values by the logarithms of the mass outside; `None` if they do not depend
     /// on them.
     pub by_outside: Option<Tensor>,
+    /// `[positions]`: the derivatives of the values by the logarithms of the collision probability; `None` if they do
+    /// not depend on them.
+    pub by_collision: Option<Tensor>,
 }
 
 impl ChunkTerms {
@@ -141,7 +146,7 @@ impl ChunkTerms {
     /// - values: `[positions]`
     /// - by_log_prob: `[positions]`, `[positions, n]` for `n` candidates, or `[positions, vocab]` for all ids
     pub fn new(values: Tensor, by_log_prob: Tensor) -> Self {
-        ChunkTerms { values, by_log_prob, by_entropy: None, by_outside: None }
+        ChunkTerms { values, by_log_prob, by_entropy: None, by_outside: None, by_collision: None }
     }
 
     /// Sets the derivatives by the entropies.
@@ -161,7 +166,19 @@ impl ChunkTerms {
     pub fn with_by_outside(self, by_outside: Tensor) -> Self {
         ChunkTerms { by_outside: Some(by_outside), ..self }
     }
+
+    /// Sets the derivatives by the logarithms of the collision probability.
+    ///
+    /// # Shapes
+    ///
+    /// - by_collision: `[positions]`
+    pub fn with_by_collision(self, by_collision: Tensor) -> Self {
+        ChunkTerms { by_collision: Some(by_collision), ..self }
+    }
 }
+
+/// What the error of an option calls a loss of scores.
+const LOSS_OF_SCORES: &str = "a loss of scores";
 
 /// A loss that is a function of the scores of each position.
 pub struct ScoreLoss {
@@ -170,7 +187,8 @@ pub struct ScoreLoss {
     /// What else is scored.
     pub(crate) options: ScoreOptions,
     pub(crate) terms: ScoreTerms,
-    /// Which of a position's own scores the terms depend on, among the entropy and the mass outside.
+    /// Which of a position's own scores the terms depend on, among the entropy, the mass outside and the collision
+    /// probability.
     pub(crate) position_scores: Range<usize>,
     /// The weights that the value sums the terms with; without them the value is their sum.
     pub(crate) counted: Option<CountedPositions>,
@@ -189,16 +207,17 @@ impl ScoreLoss {
         options.validate()?;
         let dtype = accumulation_dtype("contexts", like.dtype())?;
         if options.is_argmax {
-            return Err(Error::Unsupported { option: OptionName::IsArgmax, head: "a loss of scores" });
+            return Err(Error::Unsupported { option: OptionName::IsArgmax, head: LOSS_OF_SCORES });
         }
+        options.refuse_mean_logit(LOSS_OF_SCORES)?;
         let n = candidate_count("token_ids", token_ids, leading)?;
         let has_candidates = token_ids.dims() != leading;
         let terms = move |positions: Range<usize>, scores: &Tensor| {
             let log_prob = scores.narrow(1, 0, n)?;
             let log_prob = if has_candidates { log_prob } else { log_prob.squeeze(1)? };
             let column = |i| scores.narrow(1, n + i, 1)?.squeeze(1);
-            let (entropy, log_outside) = (column(0)?, column(1)?);
-            let chunk = ChunkScores { positions, log_prob, entropy, log_outside };
+            let (entropy, log_outside, log_collision) = (column(0)?, column(1)?, column(2)?);
+            let chunk = ChunkScores { positions, log_prob, entropy, log_outside, log_collision };
             let (values, derivatives) = join_derivatives(terms(chunk.clone())?, n, &chunk.log_prob, &chunk.entropy)?;
             Ok((values.detach().to_dtype(dtype)?, derivatives.to_dtype(dtype)?.detach()))
         };
@@ -244,22 +263,24 @@ impl LogProbLoss {
 }
 
 /// Checks the shapes of a chunk's terms against those of its scores for `n` ids, and returns the values, `[chunk]`, and
-/// all derivatives as columns, `[chunk, n + 2]`.
+/// all derivatives as columns, `[chunk, n + 3]`.
 fn join_derivatives(terms: ChunkTerms, n: usize, log_prob: &Tensor, entropy: &Tensor) -> Result<(Tensor, Tensor)> {
     let zero = entropy.zeros_like()?;
-    let ChunkTerms { values, by_log_prob, by_entropy, by_outside } = terms;
-    let (by_entropy, by_outside) = (by_entropy.unwrap_or(zero.clone()), by_outside.unwrap_or(zero));
+    let ChunkTerms { values, by_log_prob, by_entropy, by_outside, by_collision } = terms;
+    let [by_entropy, by_outside, by_collision] =
+        [by_entropy, by_outside, by_collision].map(|derivatives| derivatives.unwrap_or(zero.clone()));
     for (argument, tensor, expected) in [
         ("values", &values, entropy),
         ("by_log_prob", &by_log_prob, log_prob),
         ("by_entropy", &by_entropy, entropy),
         ("by_outside", &by_outside, entropy),
+        ("by_collision", &by_collision, entropy),
     ] {
         if tensor.dims() != expected.dims() {
             return Err(Error::shape(argument, format!("{:?}", expected.dims()), tensor.dims()));
         }
     }
     let by_log_prob = by_log_prob.reshape((entropy.dim(0)?, n))?;
-    let derivatives = [by_log_prob, by_entropy.unsqueeze(1)?, by_outside.unsqueeze(1)?];
-    Ok((values, Tensor::cat(&derivatives, 1)?))
+    let by_scores = Tensor::stack(&[by_entropy, by_outside, by_collision], 1)?;
+    Ok((values, Tensor::cat(&[by_log_prob, by_scores], 1)?))
 }

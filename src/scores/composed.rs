@@ -9,11 +9,11 @@ use crate::tensors::checks::read_ids;
 use crate::tensors::log_softmax::tempered;
 use crate::tensors::transfer::accurate_dtype;
 
-/// Computes the scores `[positions, n + 2]` of the distributions `[positions, vocab]`: the log-probabilities of `n`
-/// ids, the entropy, and the logarithm of the mass outside the ids. Reading the ids waits for the device; one that is
-/// not in the vocabulary is an error.
+/// Computes the scores `[positions, n + 3]` of the distributions `[positions, vocab]`: the log-probabilities of `n`
+/// ids, the entropy, and the logarithms of the mass outside the ids and of the collision probability. Reading the ids
+/// waits for the device; one that is not in the vocabulary is an error.
 pub(crate) fn compose_scores(log_probs: &Tensor, scored: &Scored) -> Result<Tensor> {
-    let &Scored { ref token_ids, needs_entropy, needs_outside, temperature, .. } = scored;
+    let &Scored { ref token_ids, needs_entropy, needs_outside, needs_collision, temperature, .. } = scored;
     let dtype = accurate_dtype(log_probs);
     let (positions, vocab) = log_probs.dims2()?;
     let n = token_ids.dim(1)?;
@@ -26,7 +26,7 @@ pub(crate) fn compose_scores(log_probs: &Tensor, scored: &Scored) -> Result<Tens
         0 => Vec::new(),
         _ => read_ids("token_ids", token_ids, None, vocab)?.into_iter().flatten().collect(),
     };
-    let mut columns = Vec::with_capacity(3);
+    let mut columns = Vec::with_capacity(1 + POSITION_SCORES);
     if n > 0 {
         let ids = ids.iter().map(|&id| id as u32).collect::<Vec<_>>();
         columns.push(log_probs.gather(&Tensor::from_vec(ids, (positions, n), log_probs.device())?, 1)?);
@@ -34,6 +34,7 @@ pub(crate) fn compose_scores(log_probs: &Tensor, scored: &Scored) -> Result<Tens
     let zeros = || -> Result<Tensor> { Ok(Tensor::zeros((positions, 1), dtype, log_probs.device())?) };
     columns.push(if needs_entropy { entropies(&log_probs)? } else { zeros()? });
     columns.push(if needs_outside { log_masses_outside(&log_probs, &ids)? } else { zeros()? });
+    columns.push(if needs_collision { log_sum_exp(&(&log_probs * 2.0)?)? } else { zeros()? });
     Ok(Tensor::cat(&columns, 1)?)
 }
 
@@ -57,15 +58,20 @@ fn log_masses_outside(log_probs: &Tensor, ids: &[usize]) -> Result<Tensor> {
     ids.iter().enumerate().for_each(|(i, &id)| is_outside[i / n * vocab + id] = 0);
     let is_outside = Tensor::from_vec(is_outside, (positions, vocab), log_probs.device())?;
     let impossible = (log_probs.zeros_like()? + f64::NEG_INFINITY)?;
-    let others = is_outside.where_cond(log_probs, &impossible)?;
-    // The probabilities are relative to the largest, because all of them may be too small for a number.
-    let largest = others.detach().max_keepdim(D::Minus1)?;
+    log_sum_exp(&is_outside.where_cond(log_probs, &impossible)?)
+}
+
+/// Computes the logarithm of the sum of the exponentials of each row, `[positions, 1]`.
+fn log_sum_exp(rows: &Tensor) -> Result<Tensor> {
+    // The exponentials are relative to the largest, because all of them may be too small for a number.
+    let largest = rows.detach().max_keepdim(D::Minus1)?;
     let largest = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
-    let sum = others.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
-    // A mass of zero has no gradient.
+    let sum = rows.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
+    // A sum of zero has no gradient.
     let is_zero = sum.eq(0.0)?;
     let positive = is_zero.where_cond(&sum.ones_like()?, &sum)?;
-    Ok(is_zero.where_cond(&impossible.narrow(1, 0, 1)?, &(positive.log()? + largest)?)?)
+    let impossible = (sum.zeros_like()? + f64::NEG_INFINITY)?;
+    Ok(is_zero.where_cond(&impossible, &(positive.log()? + largest)?)?)
 }
 
 /// Returns whether each scored id is the argmax of its position's distribution, `[positions, n]` in u8, from

@@ -1,5 +1,6 @@
-//! Scores of token ids, with gradients: their log-probabilities, the entropy of the distribution, and the mass outside
-//! the ids; their sums over sequences; and the policy losses, which are functions of scores ([`policy`]).
+//! Scores of token ids, with gradients: their log-probabilities, the entropy of the distribution, the mass outside the
+//! ids, the collision probability and the mean logit; their sums over sequences; and the policy losses, which are
+//! functions of scores ([`policy`]).
 
 mod by_sequence;
 mod chunk_terms;
@@ -10,7 +11,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
 use crate::backend::objective::{Scored, POSITION_SCORES};
-use crate::error::{Error, Result};
+use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::tensors::autograd;
 use crate::tensors::checks::{check_log_prob_tensor, check_number, check_targets};
@@ -54,6 +55,10 @@ pub struct ScoreOptions {
     pub entropy: bool,
     /// Whether the mass outside the token ids is computed. The default is false.
     pub outside: bool,
+    /// Whether the collision probability is computed. The default is false.
+    pub collision: bool,
+    /// Whether the mean logit is computed. The default is false.
+    pub mean_logit: bool,
     /// Whether it is told which ids are the most probable of the vocabulary. The default is false.
     pub is_argmax: bool,
     /// The budget of the workspace in bytes; by default the device decides. See
@@ -70,7 +75,15 @@ impl Default for ScoreOptions {
 impl ScoreOptions {
     /// The options for log-probabilities alone, at temperature 1.
     pub fn new() -> Self {
-        ScoreOptions { temperature: 1.0, entropy: false, outside: false, is_argmax: false, workspace_bytes: None }
+        ScoreOptions {
+            temperature: 1.0,
+            entropy: false,
+            outside: false,
+            collision: false,
+            mean_logit: false,
+            is_argmax: false,
+            workspace_bytes: None,
+        }
     }
 
     /// Sets the temperature: from 1e-6 to 1e6.
@@ -86,6 +99,20 @@ impl ScoreOptions {
     /// Sets whether the mass outside the token ids is computed, which is the sum of the probabilities of all other ids.
     pub fn with_outside(self, outside: bool) -> Self {
         ScoreOptions { outside, ..self }
+    }
+
+    /// Sets whether the collision probability is computed, [`Scores::log_collision`]. A mixture computes it from the
+    /// log-probabilities of all ids of a chunk of positions, which a policy's log-probabilities alone do not need.
+    pub fn with_collision(self, collision: bool) -> Self {
+        ScoreOptions { collision, ..self }
+    }
+
+    /// Sets whether the mean logit is computed, [`Scores::mean_logit`]. It costs one more reading of the decoder, and
+    /// its gradient one writing of the decoder's gradient, but no product with the size of the vocabulary.
+    /// [`Error::Unsupported`] for what has no such mean of its decoder: logits with a softcap, heads of two levels,
+    /// allowed ids, a vocabulary that ranks share, log-probabilities that are given, and losses of scores.
+    pub fn with_mean_logit(self, mean_logit: bool) -> Self {
+        ScoreOptions { mean_logit, ..self }
     }
 
     /// Sets whether it is told which ids are the most probable of the vocabulary, [`Scores::is_argmax`].
@@ -104,6 +131,7 @@ impl ScoreOptions {
             token_ids,
             needs_entropy: self.entropy,
             needs_outside: self.outside,
+            needs_collision: self.collision,
             needs_argmax: self.is_argmax,
             temperature: self.temperature,
         }
@@ -113,6 +141,19 @@ impl ScoreOptions {
     pub(crate) fn loss_options(&self) -> LossOptions {
         let options = LossOptions::new().with_reduction(Reduction::None).with_correct(self.is_argmax);
         LossOptions { workspace_bytes: self.workspace_bytes, ..options }
+    }
+
+    /// Returns whether the scores are log-probabilities at temperature 1, and what needs no other ids.
+    pub(crate) fn is_plain(&self) -> bool {
+        !self.entropy && !self.outside && !self.collision && self.temperature == 1.0
+    }
+
+    /// Refuses the mean logit, for what has no logits or no mean of its decoder.
+    pub(crate) fn refuse_mean_logit(&self, head: &'static str) -> Result<()> {
+        if self.mean_logit {
+            return Err(Error::Unsupported { option: OptionName::MeanLogit, head });
+        }
+        Ok(())
     }
 
     /// Checks the range of the temperature.
@@ -135,10 +176,14 @@ impl ScoreOptions {
 /// let head = SoftmaxHead::from_tensors(Tensor::zeros((100, 8), DType::F32, &Device::Cpu)?, None)?;
 /// let hidden = Tensor::zeros((2, 8), DType::F32, &Device::Cpu)?;
 /// let token_ids = Tensor::new(&[[3u32, 5, 7], [1, 0, 99]], &Device::Cpu)?; // three candidates for each position
-/// let scores = head.score(&hidden, &token_ids, &ScoreOptions::new().with_entropy(true))?;
+/// let options = ScoreOptions::new().with_entropy(true).with_collision(true);
+/// let scores = head.score(&hidden, &token_ids, &options)?;
 /// assert_eq!(scores.log_prob.dims(), [2, 3]);
 /// let entropy = scores.entropy.expect("asked for").to_vec1::<f32>()?;
 /// assert!(entropy.iter().all(|h| (h - 100f32.ln()).abs() < 1e-5));
+/// // Two draws are equal with a probability of one in a hundred.
+/// let log_collision = scores.log_collision.expect("asked for").to_vec1::<f32>()?;
+/// assert!(log_collision.iter().all(|c| (c + 100f32.ln()).abs() < 1e-5));
 /// # Ok(())
 /// # }
 /// ```
@@ -152,6 +197,15 @@ pub struct Scores {
     /// The logarithm of the mass outside the token ids at each position, `[..]`, if it was asked for. It is summed over
     /// the other ids, so that it is exact where these have hardly any mass; minus infinity if there are no others.
     pub log_outside: Option<Tensor>,
+    /// The logarithm of the collision probability at each position, `[..]`, if it was asked for: `log sum_v P(v)^2`,
+    /// where the sum is the probability that two draws are equal. It is the negated collision entropy (the Renyi entropy
+    /// of order 2: Renyi, On Measures of Entropy and Information. 1961), from minus the logarithm of the vocabulary's
+    /// size to zero, and at a temperature that of the tempered distribution.
+    pub log_collision: Option<Tensor>,
+    /// The mean logit at each position, `[..]`, if it was asked for: `1/V sum_v z_v`, where the logits z are those
+    /// after the scale and without the temperature. For a mixture it is that of its components, weighted by their
+    /// priors: `sum_k pi_k 1/V sum_v z_kv`. It is minus infinity where a logit is.
+    pub mean_logit: Option<Tensor>,
     /// Whether each id is the most probable of the vocabulary at its position, of the ids' shape in u8, if it was asked
     /// for: one for the id that `argmax` returns, which is the lowest among equals, and zero for other ids. All are
     /// zero where the distribution is NaN.
@@ -206,14 +260,16 @@ impl Scores {
     ///
     /// - log_probs: `[.., vocab]`, at most zero; a float type
     /// - token_ids: `[..]`, or `[.., n]` for several candidates; u8, u32 or i64
-    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, the entropy `[..]`, and the logarithm
-    ///   of the mass outside `[..]`
+    /// - returns log-probabilities and `is_argmax` of the shape of `token_ids`, and `[..]` each the entropy, the
+    ///   logarithm of the mass outside, and that of the collision probability
     ///
     /// # Errors
     ///
-    /// If the shapes do not match, or the temperature is out of range. On the CPU [`Error::Value`] if a number is above
+    /// If the shapes do not match, or the temperature is out of range. [`Error::Unsupported`] for the mean logit, which
+    /// log-probabilities do not have. On the CPU [`Error::Value`] if a number is above
     /// zero by more than rounding in its dtype, such as a raw logit.
     pub fn from_log_probs(log_probs: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Self> {
+        options.refuse_mean_logit("log-probabilities that are given")?;
         Self::from_rounded(log_probs, log_probs.dtype(), token_ids, options)
     }
 
@@ -222,7 +278,8 @@ impl Scores {
         let loss = loss.map_err(|error| error.renamed("targets", "token_ids"))?;
         // `neg` would make a minus zero.
         let log_prob = loss.value.affine(-1.0, 0.0)?;
-        Ok(Scores { log_prob, entropy: None, log_outside: None, is_argmax: loss.is_correct })
+        let is_argmax = loss.is_correct;
+        Ok(Scores { log_prob, entropy: None, log_outside: None, log_collision: None, mean_logit: None, is_argmax })
     }
 
     /// Computes the scores as [`Scores::from_log_probs`] does, from log-probabilities that were rounded to the dtype
@@ -259,8 +316,8 @@ impl Scores {
         Ok(Scores { is_argmax, ..Self::from_columns(&compose_scores(rows, &scored)?, ids_shape, leading, options)? })
     }
 
-    /// Splits the columns `[positions, n + 2]` that the backend returns: the log-probabilities of `n` ids, the entropy,
-    /// and the logarithm of the mass outside the ids.
+    /// Splits the columns `[positions, n + 3]` that the backend returns: the log-probabilities of `n` ids, the entropy,
+    /// and the logarithms of the mass outside the ids and of the collision probability.
     pub(crate) fn from_columns(
         scores: &Tensor,
         ids_shape: &[usize],
@@ -275,6 +332,8 @@ impl Scores {
             log_prob: scores.narrow(1, 0, n)?.reshape(ids_shape)?,
             entropy: options.entropy.then(|| column(0)).transpose()?,
             log_outside: options.outside.then(|| column(1)).transpose()?,
+            log_collision: options.collision.then(|| column(2)).transpose()?,
+            mean_logit: None,
             is_argmax: None,
         })
     }

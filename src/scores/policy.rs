@@ -415,7 +415,7 @@ impl PolicyTerms {
     }
 
     /// Computes the weighted losses of some of the tokens that count, `[chunk]`, and their derivatives by the scores,
-    /// `[chunk, 3]`, from these scores: log-probability, entropy, and the mass outside, which takes no part.
+    /// `[chunk, 4]`, from these scores: log-probability, entropy, and two more, which take no part.
     fn chunk_loss(&self, positions: Range<usize>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
         let chunk = |tensor: &Tensor| tensor.narrow(0, positions.start, positions.len());
         let column = |i| scores.narrow(1, i, 1)?.squeeze(1);
@@ -446,8 +446,9 @@ impl PolicyTerms {
         if bonus != 0.0 {
             loss = (loss - entropy.affine(bonus, 0.0)?)?;
         }
-        let by_outside = weights.zeros_like()?;
-        let derivatives = Tensor::stack(&[(by_log_prob * &weights)?, weights.affine(-bonus, 0.0)?, by_outside], 1)?;
+        let zero = weights.zeros_like()?;
+        let derivatives = [(by_log_prob * &weights)?, weights.affine(-bonus, 0.0)?, zero.clone(), zero];
+        let derivatives = Tensor::stack(&derivatives, 1)?;
         Ok(((loss * weights)?, derivatives))
     }
 }

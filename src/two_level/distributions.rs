@@ -80,6 +80,10 @@ impl Sealed for TwoLevelDistributions<'_> {
         OutputShape { leading: self.leading(), vocab: self.head.vocab_size, like: &self.hidden }
     }
 
+    fn name(&self) -> &'static str {
+        self.head.name
+    }
+
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
         Ok(Box::new(TwoLevelDistributions::new(self.head, select_positions(&self.hidden, positions)?)?))
     }

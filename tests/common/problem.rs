@@ -37,6 +37,7 @@ pub struct Problem {
     pub n: usize,
     pub entropy: bool,
     pub outside: bool,
+    pub collision: bool,
     pub workspace_bytes: Option<usize>,
     pub sets: Sets,
 }
@@ -58,6 +59,7 @@ impl Problem {
             n: 1,
             entropy: true,
             outside: false,
+            collision: false,
             workspace_bytes: None,
             sets: Sets::Shared(1),
         }

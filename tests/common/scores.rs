@@ -15,7 +15,7 @@ use super::values::{numbers, uniform};
 impl Problem {
     pub fn options(&self) -> ScoreOptions {
         let options = ScoreOptions::new().with_entropy(self.entropy).with_outside(self.outside);
-        let mut options = options.with_temperature(self.temperature);
+        let mut options = options.with_collision(self.collision).with_temperature(self.temperature);
         options.workspace_bytes = self.workspace_bytes;
         options
     }
@@ -26,9 +26,9 @@ impl Problem {
         Tensor::from_vec(ids.collect::<Vec<_>>(), (self.positions, self.n), &Device::Cpu)
     }
 
-    /// The upstream gradient of each score, `[positions, n + 2]`.
+    /// The upstream gradient of each score, `[positions, n + 3]`.
     pub fn upstream(&self) -> mos_head::Result<Tensor> {
-        uniform(&[self.positions, self.n + 2], 1.7, 5)
+        uniform(&[self.positions, self.n + 3], 1.7, 5)
     }
 
     /// The scores of the crate.
@@ -49,8 +49,8 @@ impl Problem {
         log_softmax(&(log_p / self.temperature)?)
     }
 
-    /// The scores from candle's operations, `[positions, n + 2]`: log-probabilities, the entropy, and the logarithm of the
-    /// mass outside.
+    /// The scores from candle's operations, `[positions, n + 3]`: log-probabilities, the entropy, and the logarithms of
+    /// the mass outside and of the collision probability.
     pub fn composed_scores(&self, tensors: &Tensors) -> Result<Tensor> {
         let log_probs = self.composed_log_probs(tensors)?;
         let index = if self.masked {
@@ -74,6 +74,10 @@ impl Problem {
         } else {
             nothing()?
         });
+        columns.push(match self.collision {
+            true => log_probs.exp()?.sqr()?.sum_keepdim(1)?.log()?,
+            false => nothing()?,
+        });
         Tensor::cat(&columns, 1)
     }
 
@@ -95,7 +99,8 @@ impl Problem {
             None => expected.narrow(1, self.n + i, 1)?.detach().to_dtype(scores.log_prob.dtype())?.to_device(device),
         };
         let (entropy, log_outside) = (column(&scores.entropy, 0)?, column(&scores.log_outside, 1)?);
-        let found = Tensor::cat(&[&scores.log_prob, &entropy, &log_outside], 1)?;
+        let log_collision = column(&scores.log_collision, 2)?;
+        let found = Tensor::cat(&[&scores.log_prob, &entropy, &log_outside, &log_collision], 1)?;
         let name = format!("scores of {self:?} in {dtype:?}");
         assert_relative_eq!(numbers(&found).named(&name), numbers(&expected), max_relative = tolerance);
         let expected = (expected * &upstream)?.sum_all()?.backward()?;

@@ -50,3 +50,5 @@ static const machine::Kernel kernels[] = {
 extern "C" int launch(const char *name, unsigned blocks, void **arguments, const size_t *sizes, size_t count) {
     return machine::launch(kernels, std::size(kernels), name, blocks, arguments, {sizes, sizes + count});
 }
+
+extern "C" void release() { machine::release(); }

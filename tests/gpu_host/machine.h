@@ -62,6 +62,10 @@ static char *stacks() {
     return static_cast<char *>(all);
 }
 
+// Gives the stacks back to the system, which bounds the number of a process's mappings: each stack is two of them. No
+// kernel may be launched afterwards.
+[[maybe_unused]] static void release() { munmap(stacks(), MOST_THREADS * STACK); }
+
 // The C library's `longjmp` by another name: for its own, a header may substitute a function that refuses to jump to
 // another stack.
 extern "C" [[noreturn]] void jump(jmp_buf, int) __asm__("_longjmp");

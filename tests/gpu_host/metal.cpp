@@ -90,3 +90,5 @@ extern "C" int slots(const char *name) {
 }
 // Returns 1 if the kernel only reads this buffer, 2 if it may write it.
 extern "C" int access(const char *name, int slot) { return find(name)->access.at(slot); }
+
+extern "C" void release() { machine::release(); }

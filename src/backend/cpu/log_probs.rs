@@ -1,4 +1,5 @@
-//! Log-probabilities of all ids, and scores: log-probabilities of candidates, the entropy and the mass outside.
+//! Log-probabilities of all ids, and scores: log-probabilities of candidates, the entropy, the mass outside and the
+//! collision probability.
 
 use candle_core::{Device, Tensor};
 
@@ -32,8 +33,8 @@ pub(super) fn log_probs<F: Served, O: Element<Acc = F>>(multiplier: Multiplier, 
     })
 }
 
-/// Computes the scores `[positions, n + 2]`, and, if the caller asks for it, whether each candidate is the most probable
-/// id, `[positions, n]`.
+/// Computes the scores `[positions, n + 3]`, and, if the caller asks for it, whether each candidate is the most
+/// probable id, `[positions, n]`.
 pub(super) fn scores<F: Served>(
     multiplier: Multiplier,
     planned: &Planned,

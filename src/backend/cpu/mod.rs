@@ -73,7 +73,7 @@ pub(super) fn log_probs(planned: &Planned, dtype: DType) -> Result<Tensor> {
     })
 }
 
-/// Computes the scores of each position, `[positions, n + 2]`, and whether each candidate is the most probable id.
+/// Computes the scores of each position, `[positions, n + 3]`, and whether each candidate is the most probable id.
 pub(super) fn scores(planned: &Planned, scored: &Scored) -> Result<(Tensor, Option<Tensor>)> {
     on_threads(
         &planned.plan,

@@ -2,6 +2,7 @@
 //! number of threads. Tiles agree with vectors.
 
 mod argmax;
+mod scores;
 
 use candle_core::{DType, Device, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};

@@ -30,7 +30,7 @@ pub(super) struct DeviceScores {
     values: Buffer,
     /// The log-probabilities of all ids of a chunk's positions, if the scores depend on them.
     pub(super) log_probs: Option<Buffer>,
-    /// `[positions, n + 2]`
+    /// `[positions, n + 3]`
     scores: Buffer,
     /// `[positions]`: the most probable id, if it is needed.
     argmax: Option<Buffer>,
@@ -40,7 +40,7 @@ pub(super) struct DeviceScores {
 
 /// The number of values that the kernels keep of the scores of one position.
 pub(super) fn values_per_position(candidates: usize, components: usize) -> usize {
-    5 + (3 + components) * candidates
+    7 + (3 + components) * candidates
 }
 
 impl DeviceScores {
@@ -60,7 +60,9 @@ impl DeviceScores {
             candidates: Buffer::new(gpu, candidates)?,
             n,
             stride,
-            needs: i64::from(scored.needs_entropy) + 2 * i64::from(scored.needs_outside),
+            needs: i64::from(scored.needs_entropy)
+                + 2 * i64::from(scored.needs_outside)
+                + 4 * i64::from(scored.needs_collision),
             power: (1.0 / scored.temperature) as f32,
             values: unwritten(chunks.rows_per_chunk / components * stride)?,
             log_probs: scored.needs_all_ids().then(|| chunks.log_prob_rows()).transpose()?,
@@ -111,7 +113,7 @@ impl DeviceScores {
         arguments.launch(chunks.gpu, positions.len())
     }
 
-    /// Computes the masses of a chunk's positions from the upstream gradients of its scores, `[chunk, n + 2]`,
+    /// Computes the masses of a chunk's positions from the upstream gradients of its scores, `[chunk, n + 3]`,
     /// and writes the scales of the objective. Returns the bounds on the masses, `[chunk]`.
     pub(super) fn take_upstream<G: Gpu>(
         &self,
@@ -134,7 +136,7 @@ impl DeviceScores {
         Ok(self.mass_bounds.tensor.narrow(0, positions.start, positions.len())?)
     }
 
-    /// The scores of some positions, `[positions, n + 2]`.
+    /// The scores of some positions, `[positions, n + 3]`.
     pub(super) fn scores(&self, positions: Range<usize>) -> Result<Tensor> {
         let columns = self.n + POSITION_SCORES;
         let scores = self.scores.tensor.narrow(0, positions.start * columns, positions.len() * columns)?;

@@ -19,7 +19,7 @@ pub(in crate::backend) fn log_probs<G: Gpu>(gpu: &G, planned: &Planned, dtype: D
     Ok(to.tensor.narrow(0, 0, positions * vocab)?.reshape((positions, vocab))?)
 }
 
-/// Computes the scores `[positions, n + 2]` from the first product, and whether each candidate is the most probable id,
+/// Computes the scores `[positions, n + 3]` from the first product, and whether each candidate is the most probable id,
 /// `[positions, n]`, if that is needed.
 pub(in crate::backend) fn scores<G: Gpu>(
     gpu: &G,

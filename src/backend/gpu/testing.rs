@@ -22,6 +22,13 @@ use crate::error::Result;
 /// Launches a kernel by its name, with a number of blocks, a pointer for each argument and the sizes of the arguments.
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, *mut *mut c_void, *const usize, usize) -> c_int;
 
+/// The functions of a library of kernels.
+struct Library {
+    launch: Mutex<Launch>,
+    /// Gives up what the library holds; it launches no kernel afterwards.
+    release: unsafe extern "C" fn(),
+}
+
 /// The languages of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Language {
@@ -58,7 +65,8 @@ impl Language {
 /// outside a tensor ends the process.
 pub(super) struct EmulatedGpu {
     pub(super) language: Language,
-    launch: &'static Mutex<Launch>,
+    library: &'static Library,
+    is_mutant: bool,
     scratch: ProductBuffers,
     /// The tensors, kept alive, and their copies.
     copies: RefCell<Vec<(Tensor, Guarded)>>,
@@ -67,10 +75,10 @@ pub(super) struct EmulatedGpu {
 impl EmulatedGpu {
     /// An emulated GPU with the kernels in a language; `None`, which a line or a failure says, without a C++ compiler.
     pub(super) fn new(language: Language) -> Option<Self> {
-        static LAUNCH: [OnceLock<std::result::Result<Mutex<Launch>, String>>; 2] = [const { OnceLock::new() }; 2];
-        let launch = LAUNCH[language as usize].get_or_init(|| compile(language, None).map(Mutex::new)).as_ref();
-        let launch = launch.inspect_err(|reason| CXX.is_missing(reason)).ok()?;
-        Some(Self::with_kernels(language, launch))
+        static LIBRARIES: [OnceLock<std::result::Result<Library, String>>; 2] = [const { OnceLock::new() }; 2];
+        let library = LIBRARIES[language as usize].get_or_init(|| compile(language, None)).as_ref();
+        let library = library.inspect_err(|reason| CXX.is_missing(reason)).ok()?;
+        Some(Self::with_kernels(language, library, false))
     }
 
     /// An emulated GPU for each language; none, as [`EmulatedGpu::new`] says, without a C++ compiler.
@@ -79,8 +87,9 @@ impl EmulatedGpu {
     }
 
     /// An emulated GPU with these kernels.
-    fn with_kernels(language: Language, launch: &'static Mutex<Launch>) -> Self {
-        EmulatedGpu { language, launch, scratch: ProductBuffers::default(), copies: RefCell::default() }
+    fn with_kernels(language: Language, library: &'static Library, is_mutant: bool) -> Self {
+        let (scratch, copies) = (ProductBuffers::default(), RefCell::default());
+        EmulatedGpu { language, library, is_mutant, scratch, copies }
     }
 
     /// Copies what the kernels wrote back to the tensors.
@@ -90,8 +99,17 @@ impl EmulatedGpu {
 
     /// An emulated GPU whose kernels have one text replaced by another.
     pub(super) fn mutant(language: Language, text: &str, replacement: &str) -> Option<Self> {
-        let launch = compile(language, Some((text, replacement))).inspect_err(|reason| CXX.is_missing(reason)).ok()?;
-        Some(Self::with_kernels(language, Box::leak(Box::new(Mutex::new(launch)))))
+        let library = compile(language, Some((text, replacement))).inspect_err(|reason| CXX.is_missing(reason)).ok()?;
+        Some(Self::with_kernels(language, Box::leak(Box::new(library)), true))
+    }
+}
+
+impl Drop for EmulatedGpu {
+    fn drop(&mut self) {
+        if self.is_mutant {
+            // SAFETY: only this device has the library, and it launches no kernel any more.
+            unsafe { (self.library.release)() }
+        }
     }
 }
 
@@ -151,7 +169,7 @@ impl Drop for Guarded {
 
 /// Compiles the kernels, with one text replaced by another if there is a `change`, and loads them. The error says why the
 /// C++ compiler cannot be started.
-fn compile(language: Language, change: Option<(&str, &str)>) -> std::result::Result<Launch, String> {
+fn compile(language: Language, change: Option<(&str, &str)>) -> std::result::Result<Library, String> {
     static COUNT: Mutex<usize> = Mutex::new(0);
     let number = {
         let mut count = COUNT.lock().unwrap();
@@ -195,18 +213,21 @@ fn compile(language: Language, change: Option<(&str, &str)>) -> std::result::Res
         }
     }
     let path = CString::new(library.to_str().unwrap()).unwrap();
-    // SAFETY: the library was compiled above and is never unloaded; its `launch` has this type.
-    let launch = unsafe {
+    // SAFETY: the library was compiled above and is never unloaded; its functions have these types.
+    let library = unsafe {
         let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
         if library.is_null() {
             panic!("the kernels cannot be loaded: {:?}", std::ffi::CStr::from_ptr(libc::dlerror()));
         }
-        let launch = libc::dlsym(library, c"launch".as_ptr());
-        assert!(!launch.is_null(), "no function `launch`");
-        std::mem::transmute::<*mut c_void, Launch>(launch)
+        let [launch, release] = [c"launch", c"release"].map(|name| libc::dlsym(library, name.as_ptr()));
+        assert!(!launch.is_null() && !release.is_null(), "no function `launch` or `release`");
+        Library {
+            launch: Mutex::new(std::mem::transmute::<*mut c_void, Launch>(launch)),
+            release: std::mem::transmute::<*mut c_void, unsafe extern "C" fn()>(release),
+        }
     };
     std::fs::remove_dir_all(&folder).unwrap();
-    Ok(launch)
+    Ok(library)
 }
 
 impl Gpu for EmulatedGpu {
@@ -250,7 +271,7 @@ impl Gpu for EmulatedGpu {
             pointers = bindings.iter_mut().map(bound_pointer).collect();
         }
         let name = CString::new(kernel).unwrap();
-        let launch = self.launch.lock().unwrap();
+        let launch = self.library.launch.lock().unwrap();
         // SAFETY: each pointer points to an argument of the type that the kernel has there, and the addresses among the
         // arguments belong to copies that live as long as `self`.
         let status =

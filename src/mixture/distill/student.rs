@@ -99,9 +99,11 @@ impl Distillation {
                     };
                     let Distillation { counted, options, .. } = &distillation;
                     let DistillTerms { objective, derivatives } = list.terms(&positions, &scores, counted, options)?;
-                    // The entropy, whose column is before that of the mass outside, takes no part.
-                    let by_entropy = objective.zeros_like()?.unsqueeze(1)?;
-                    let columns = [derivatives.narrow(1, 0, n)?, by_entropy, derivatives.narrow(1, n, 1)?];
+                    // The entropy and the collision probability, whose columns are on both sides of that of the mass
+                    // outside, take no part.
+                    let zero = objective.zeros_like()?.unsqueeze(1)?;
+                    let by_outside = derivatives.narrow(1, n, 1)?;
+                    let columns = [derivatives.narrow(1, 0, n)?, zero.clone(), by_outside, zero];
                     Ok((objective, Tensor::cat(&columns, 1)?))
                 };
                 DistillLoss::Scores(ScoreLoss {

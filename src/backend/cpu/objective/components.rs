@@ -45,17 +45,25 @@ pub(crate) enum SoftMasses<'a, F> {
     /// log-probabilities.
     Given(&'a [F]),
     /// With the tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`: the masses of a sum of
-    /// `log Q(y)`, of `H(Q)` and of `log Q(outside)`, besides the candidates' own.
+    /// `log Q(y)`, of `H(Q)`, of `log Q(outside)` and of `log sum_v Q(v)^2`, besides the candidates' own.
     Scores { upstream: ScoreUpstream<F>, power: F },
 }
 
 /// The upstream gradients of a position's scores.
 #[derive(Clone, Copy)]
 pub(crate) struct ScoreUpstream<F> {
-    /// The sum of the upstream gradients of all log-probabilities, and of the mass outside.
+    /// The sum of the derivatives by all `log Q(v)`, but for those of the entropy.
     pub(crate) log_probs: F,
     pub(crate) entropy: F,
     pub(crate) outside: F,
+    pub(crate) collision: F,
+}
+
+impl<F: Float> ScoreUpstream<F> {
+    /// Returns whether no score but the log-probabilities has an upstream gradient.
+    pub(crate) fn is_plain(&self) -> bool {
+        [self.entropy, self.outside, self.collision].iter().all(|&upstream| upstream == F::zero())
+    }
 }
 
 /// The results of one position.

@@ -73,8 +73,8 @@ impl<F: Float> Targets<F> {
         Ok(Targets::Ids(TargetIds::new(loss, sizes, rows)?))
     }
 
-    /// Makes the targets of positions from `first` on whose scores have the gradients `upstream`, `[positions, n + 2]`. The
-    /// `power` is the inverse of the temperature, or one if the logits are tempered already.
+    /// Makes the targets of positions from `first` on whose scores have the gradients `upstream`, `[positions, n + 3]`.
+    /// The `power` is the inverse of the temperature, or one if the logits are tempered already.
     pub(crate) fn from_score_upstream(
         scored: &Scored,
         candidates: &Candidates,
@@ -278,25 +278,26 @@ impl<F: Float> ScoreTargets<F> {
             starts.push(masses.len());
             let entropy = if_needed(scored.needs_entropy, row[n]);
             let outside = if_needed(scored.needs_outside, row[n + 1]);
-            let log_probs = row[..n].iter().copied().sum::<F>() + outside;
-            sums.push(ScoreUpstream { log_probs, entropy, outside });
+            let collision = if_needed(scored.needs_collision, row[n + 2]);
+            // The derivatives of log sum_v Q(v)^2 by all log Q(v) add up to two.
+            let log_probs = row[..n].iter().copied().sum::<F>() + outside + (collision + collision);
+            sums.push(ScoreUpstream { log_probs, entropy, outside, collision });
         }
         ScoreTargets { first, starts, candidates: masses, upstream: sums, power }
     }
 
     /// Returns whether the masses are those of all ids.
     fn are_soft(&self) -> bool {
-        let is_soft = |upstream: &ScoreUpstream<F>| upstream.entropy != F::zero() || upstream.outside != F::zero();
-        self.power != F::one() || self.upstream.iter().any(is_soft)
+        self.power != F::one() || !self.upstream.iter().all(ScoreUpstream::is_plain)
     }
 
     /// Returns the target of position `t`; `None` if its scores have no gradient.
     fn target(&self, t: usize) -> Option<Target<'_, F>> {
         let i = t - self.first;
         let candidates = &self.candidates[self.starts[i]..self.starts[i + 1]];
-        let (upstream, power, zero) = (self.upstream[i], self.power, F::zero());
-        let is_plain = upstream.entropy == zero && upstream.outside == zero;
-        if is_plain && candidates.iter().all(|&(_, mass)| mass == zero) {
+        let (upstream, power) = (self.upstream[i], self.power);
+        let is_plain = upstream.is_plain();
+        if is_plain && candidates.iter().all(|&(_, mass)| mass == F::zero()) {
             return None;
         }
         let soft = (!is_plain || power != F::one()).then_some(SoftMasses::Scores { upstream, power });

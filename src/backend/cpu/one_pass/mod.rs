@@ -179,7 +179,7 @@ pub(super) trait Pass<'a, F: Accumulator>: Steps {
     /// Returns whether each candidate of the chunk's positions is the argmax, `[positions, n]`, if that is requested.
     fn are_argmax(&self, candidates: &Candidates) -> Vec<u8>;
 
-    /// Returns the scores of the chunk's positions, `[positions, n + 2]`.
+    /// Returns the scores of the chunk's positions, `[positions, n + 3]`.
     fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<F>;
 
     /// Computes the loss of each of the chunk's positions over these targets, and its rows.

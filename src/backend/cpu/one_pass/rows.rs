@@ -168,7 +168,7 @@ impl<F: Accumulator> SummedChunk<'_, '_, F> {
         sums
     }
 
-    /// Computes the scores of the positions, `[positions, n + 2]`.
+    /// Computes the scores of the positions, `[positions, n + 3]`.
     pub(super) fn scores(&self, candidates: &Candidates, scored: &Scored) -> Vec<F> {
         let (components, columns) = (self.inputs.sizes.components, candidates.n + POSITION_SCORES);
         let zero = F::zero();

@@ -162,8 +162,14 @@ fn tiles_find_the_most_probable_ids() -> Result<()> {
             let operands = operands(&case, 9.0)?;
             let ids: Vec<u32> = (0..12).flat_map(|t| [700, t, 5, 1600, 5]).collect();
             let token_ids = Tensor::from_vec(ids, (12, 5), &Device::Cpu)?;
-            let scored =
-                Scored { token_ids, needs_entropy: false, needs_outside: false, needs_argmax: true, temperature: 1.0 };
+            let scored = Scored {
+                token_ids,
+                needs_entropy: false,
+                needs_outside: false,
+                needs_collision: false,
+                needs_argmax: true,
+                temperature: 1.0,
+            };
             let planned = cpu::plan(&operands, scored.task(&operands, NeedsGrad::default())?, None)?;
             assert_eq!(planned.plan.computation, Computation::OnePass);
             let found = scores::<f32>(Tiles { unit, isa, dtype: DType::BF16 }.into(), &planned, &scored)?;

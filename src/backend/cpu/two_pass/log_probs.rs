@@ -1,5 +1,5 @@
 //! The log-probabilities of all ids of a chunk's positions from their rows of logits, and the scores: log-probabilities of
-//! candidates, the entropy, and the logarithm of the mass outside the candidates.
+//! candidates, the entropy, and the logarithms of the mass outside the candidates and of the collision probability.
 
 use std::ops::Range;
 
@@ -37,12 +37,11 @@ struct ScoreRow<'a, F> {
     ids: &'a [usize],
     /// The inverse of the temperature.
     power: F,
-    needs_entropy: bool,
-    needs_outside: bool,
+    scored: &'a Scored,
     /// The place for the most probable of all ids if it is a candidate; `None` if the caller does not need it.
     argmax: Option<&'a mut Option<usize>>,
     scratch: &'a mut Scratch<F>,
-    /// `[candidates + 2]`.
+    /// `[candidates + 3]`.
     to: &'a mut [F],
 }
 
@@ -51,13 +50,14 @@ impl<F: Float> Kernel<F> for ScoreRow<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let ScoreRow { logits, ids, power, needs_entropy, needs_outside, argmax, scratch, to } = self;
+        let ScoreRow { logits, ids, power, scored, argmax, scratch, to } = self;
+        let &Scored { needs_entropy, needs_outside, needs_collision, .. } = scored;
         scratch.components.set(logits.lse, logits.log_priors);
         if let Some(argmax) = argmax {
             *argmax = logits.argmax_among(v, ids, &scratch.components);
         }
         let is_tempered = power != F::one();
-        if is_tempered || needs_outside {
+        if is_tempered || needs_outside || needs_collision {
             logits.mix(v, None, scratch);
         }
         let tempered = Tempered::new(v, &scratch.log_probs, power);
@@ -72,6 +72,8 @@ impl<F: Float> Kernel<F> for ScoreRow<'_, F> {
             (true, false) => logits.entropy(v, scratch),
             (false, _) => F::zero(),
         };
+        // Before the log-probabilities of the candidates are left out.
+        position_scores[2] = if needs_collision { tempered.collision(v, &scratch.log_probs).log } else { F::zero() };
         position_scores[1] = if needs_outside {
             tempered.log_outside(tempered.outside(v, &mut scratch.log_probs, ids.iter().copied()))
         } else {
@@ -102,8 +104,8 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         });
     }
 
-    /// Computes the scores of the chunk's positions, `[positions, n + 2]`, and whether each candidate is the most probable
-    /// id, `[positions, n]`, or nothing if the caller does not ask for it.
+    /// Computes the scores of the chunk's positions, `[positions, n + 3]`, and whether each candidate is the most
+    /// probable id, `[positions, n]`, or nothing if the caller does not ask for it.
     pub(crate) fn score_rows(
         &mut self,
         positions: Range<usize>,
@@ -112,9 +114,9 @@ impl<F: Accumulator> TwoPasses<'_, F> {
     ) -> (Vec<F>, Vec<u8>) {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let (isa, stride, logit_map) = (self.inputs.isa, self.stride, self.inputs.logit_map);
-        let (n, &Scored { needs_entropy, needs_outside, needs_argmax, .. }) = (candidates.n, scored);
+        let (n, needs_argmax) = (candidates.n, scored.needs_argmax);
         let power = F::from_f64(1.0 / scored.temperature);
-        let needs_log_probs = scored.is_tempered() || needs_outside;
+        let needs_log_probs = scored.is_tempered() || scored.needs_outside || scored.needs_collision;
         let mut scores = zeros(positions.len() * (n + POSITION_SCORES));
         let mut argmax = vec![None; positions.len()];
         let log_priors = &self.inputs.log_priors[positions.start * components..];
@@ -131,7 +133,7 @@ impl<F: Accumulator> TwoPasses<'_, F> {
             let logits = PositionLogits { rows, stride, vocab, lse, log_priors, logit_map };
             let ids = candidates.given(positions.start + i);
             let argmax = needs_argmax.then_some(argmax);
-            F::dispatch(isa, ScoreRow { logits, ids, power, needs_entropy, needs_outside, argmax, scratch, to });
+            F::dispatch(isa, ScoreRow { logits, ids, power, scored, argmax, scratch, to });
         });
         let mark_argmax = |(t, argmax): (usize, Option<usize>)| {
             candidates.given(t).iter().map(move |&id| u8::from(argmax == Some(id)))

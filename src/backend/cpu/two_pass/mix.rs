@@ -1,5 +1,6 @@
 //! The mixture's log-probability of every id of one position, from its K rows of logits, and functions of all ids: the
-//! tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`, its entropy, and the mass outside candidates.
+//! tempered distribution `log Q(v) = power log p(v) - log sum_u p(u)^power`, its entropy, the mass outside candidates,
+//! and the collision probability `sum_v Q(v)^2`.
 
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::vector::logit_map::LogitMap;
@@ -49,9 +50,15 @@ impl<F: Float> Scratch<F> {
 pub(super) enum IdMasses<'a, F> {
     /// One number for each id, padded with zeros.
     Given(&'a [F]),
-    /// Each id's mass is `Q(v) (constant + slope log Q(v))`. The ids outside the candidates also share the first number of
-    /// `outside`.
-    FromProbability { tempered: Tempered<F>, constant: F, slope: F, outside: Option<(F, Outside<F>)> },
+    /// Each id's mass is `Q(v) (constant + slope log Q(v))`. All ids also share the first number of `collision`, and
+    /// the ids outside the candidates that of `outside`.
+    FromProbability {
+        tempered: Tempered<F>,
+        constant: F,
+        slope: F,
+        collision: Option<(F, Collision<F>)>,
+        outside: Option<(F, Outside<F>)>,
+    },
 }
 
 impl<F: Float> IdMasses<'_, F> {
@@ -60,11 +67,14 @@ impl<F: Float> IdMasses<'_, F> {
     pub(super) fn at<V: Vector<F>>(self, v: V, i: usize, log_p: V::Reg) -> V::Reg {
         match self {
             IdMasses::Given(masses) => V::registers(masses)[i],
-            IdMasses::FromProbability { tempered, constant, slope, outside } => {
+            IdMasses::FromProbability { tempered, constant, slope, collision, outside } => {
                 let (log_q, q) = tempered.temper(v, log_p);
                 let mass = v.mul(q, v.mul_add(v.splat(slope), log_q, v.splat(constant)));
                 let zero = v.splat(F::zero());
-                let mass = v.if_equal(q, zero, zero, mass);
+                let mut mass = v.if_equal(q, zero, zero, mass);
+                if let Some((collision_mass, collision)) = collision {
+                    mass = v.mul_add(v.splat(collision_mass), collision.share(v, log_p), mass);
+                }
                 match outside {
                     Some((outside_mass, outside)) => {
                         v.mul_add(v.splat(outside_mass), outside.share(v, tempered.power, log_p), mass)
@@ -134,6 +144,40 @@ impl<F: Float> Tempered<F> {
         }
         within_bounds(-v.sum(sum), vocab)
     }
+
+    /// Computes the collision probability `sum_v Q(v)^2`.
+    #[inline(always)]
+    pub(super) fn collision<V: Vector<F>>(self, v: V, log_probs: &[F]) -> Collision<F> {
+        let power = self.power + self.power;
+        let squares = PowerSum::new(v, log_probs, power);
+        // Not `neg`, which makes a minus zero.
+        let log = F::zero() - not_negative(self.log_norm + self.log_norm - squares.value(power));
+        Collision { squares, power, log }
+    }
+}
+
+/// The collision probability `sum_v Q(v)^2`: the probability that two draws from Q are equal.
+#[derive(Clone, Copy)]
+pub(super) struct Collision<F> {
+    /// The sum of the squares, which are powers of `p(v)`.
+    squares: PowerSum<F>,
+    /// Twice the power of Q.
+    power: F,
+    /// The logarithm; at most zero.
+    pub(super) log: F,
+}
+
+impl<F: Float> Collision<F> {
+    /// Computes `Q(v)^2 / sum_u Q(u)^2`.
+    #[inline(always)]
+    fn share<V: Vector<F>>(self, v: V, log_p: V::Reg) -> V::Reg {
+        self.squares.share(v, self.power, log_p)
+    }
+
+    /// Computes the share of one id.
+    pub(super) fn share_of_id(self, log_p: F) -> F {
+        ((log_p - self.squares.largest) * self.power - self.squares.log_sum).exp()
+    }
 }
 
 /// The sum over the ids outside the candidates.
@@ -146,11 +190,10 @@ impl<F: Float> Outside<F> {
         self.0.log_sum == F::neg_infinity()
     }
 
-    /// Computes `Q(v) / Q(outside)` from the logarithms of both, which may be below the smallest number themselves.
+    /// Computes `Q(v) / Q(outside)`.
     #[inline(always)]
     fn share<V: Vector<F>>(self, v: V, power: F, log_p: V::Reg) -> V::Reg {
-        let relative = v.mul(v.sub(log_p, v.splat(self.0.largest)), v.splat(power));
-        exp(v, v.sub(relative, v.splat(self.0.log_sum)))
+        self.0.share(v, power, log_p)
     }
 }
 
@@ -178,6 +221,14 @@ impl<F: Float> PowerSum<F> {
             sum = v.add(sum, exp(v, v.sub(v.mul(log_p, power_register), reference)));
         }
         PowerSum { largest, log_sum: v.sum(sum).ln() }
+    }
+
+    /// Computes `p(v)^power` over the sum, from the logarithms of both, which may be below the smallest number
+    /// themselves.
+    #[inline(always)]
+    fn share<V: Vector<F>>(self, v: V, power: F, log_p: V::Reg) -> V::Reg {
+        let relative = v.mul(v.sub(log_p, v.splat(self.largest)), v.splat(power));
+        exp(v, v.sub(relative, v.splat(self.log_sum)))
     }
 
     /// Returns the logarithm of the sum.

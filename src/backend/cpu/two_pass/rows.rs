@@ -88,9 +88,9 @@ impl<F: Float> PositionLogits<'_, F> {
     fn masses<'m, V: Vector<F>>(&self, v: V, soft: SoftMasses<'m, F>, scratch: &mut Scratch<F>) -> IdMasses<'m, F> {
         match soft {
             SoftMasses::Given(masses) => IdMasses::Given(masses),
-            SoftMasses::Scores { upstream: ScoreUpstream { log_probs, entropy, outside }, power } => {
+            SoftMasses::Scores { upstream: ScoreUpstream { log_probs, entropy, outside, collision }, power } => {
                 let (is_plain, zero) = (power == F::one(), F::zero());
-                if !is_plain || outside != zero {
+                if !is_plain || outside != zero || collision != zero {
                     self.mix(v, None, scratch);
                 }
                 let tempered = Tempered::new(v, &scratch.log_probs, power);
@@ -100,17 +100,25 @@ impl<F: Float> PositionLogits<'_, F> {
                     log_probs + weighted(entropy, tempered.entropy(v, &scratch.log_probs, self.vocab))
                 };
                 let (constant, slope) = (power * constant, power * entropy);
+                let collision = (collision != zero).then(|| {
+                    // The derivative of log sum_v Q(v)^2 by log Q(v) is twice the share of v.
+                    let mass = -power * (collision + collision);
+                    (mass, tempered.collision(v, &scratch.log_probs))
+                });
                 let mut others = None;
                 if outside != zero {
                     for (id, mass) in &mut scratch.candidates {
                         let log_q = tempered.log_prob(scratch.log_probs[*id]);
                         *mass += weighted(log_q.exp(), weighted(slope, log_q) + constant);
+                        if let Some((collision_mass, collision)) = collision {
+                            *mass += collision_mass * collision.share_of_id(scratch.log_probs[*id]);
+                        }
                     }
                     let candidates = scratch.candidates.iter().map(|&(id, _)| id);
                     let ids = tempered.outside(v, &mut scratch.log_probs, candidates);
                     others = (!ids.is_empty()).then_some((-power * outside, ids));
                 }
-                IdMasses::FromProbability { tempered, constant, slope, outside: others }
+                IdMasses::FromProbability { tempered, constant, slope, collision, outside: others }
             }
         }
     }

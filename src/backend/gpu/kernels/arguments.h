@@ -139,18 +139,19 @@ struct Rows {
 
 // The candidates of each position of the chunk, and the masses in q that the upstream gradients of the scores give to
 // ids. With the tempered distribution log Q(v) = power log p(v) - log_norm, the scores are log Q of the candidates, the
-// entropy of Q, and the logarithm of Q's mass outside the candidates.
+// entropy of Q, the logarithm of Q's mass outside the candidates, and that of the collision probability sum_v Q(v)^2.
 struct Scored {
     GLOBAL const i64 *candidates; // [positions, count]: ids; one outside the vocabulary has a NaN score
     GLOBAL float *values;         // [positions, stride]: the values below
-    i64 stride;                   // 5 + (3 + K) count
+    i64 stride;                   // 7 + (3 + K) count
     float power;                  // the inverse of the temperature
     int count;                    // of a position's candidates; 0 for other objectives
-    i64 needs;                    // 1: the entropy, 2: the mass outside
+    i64 needs;                    // 1: the entropy, 2: the mass outside, 4: the collision probability
 
     FUNCTION bool needs_entropy() const { return needs & 1; }
     FUNCTION bool needs_outside() const { return needs & 2; }
-    FUNCTION i64 columns() const { return count + 2; }
+    FUNCTION bool needs_collision() const { return needs & 4; }
+    FUNCTION i64 columns() const { return count + 3; }
     // The id of a candidate, or INVALID if it is not in the vocabulary.
     FUNCTION int id(i64 position, int candidate, int vocab) const {
         const i64 id = candidates[position * count + candidate];
@@ -164,22 +165,25 @@ struct Scored {
     FUNCTION GLOBAL float &slope(i64 position) const { return values[position * stride + 2]; }
     FUNCTION GLOBAL float &outside(i64 position) const { return values[position * stride + 3]; }
     FUNCTION GLOBAL float &log_outside(i64 position) const { return values[position * stride + 4]; }
+    // If the collision probability is needed, the mass of every id is collision exp(2 log Q(v) - log_collision) more.
+    FUNCTION GLOBAL float &collision(i64 position) const { return values[position * stride + 5]; }
+    FUNCTION GLOBAL float &log_collision(i64 position) const { return values[position * stride + 6]; }
     // A candidate's log-probability in p is the sum of these two: the largest term, zero if it is minus infinity, and
     // the logarithm of the sum relative to it.
     FUNCTION GLOBAL float &largest(i64 position, int candidate) const {
-        return values[position * stride + 5 + candidate];
+        return values[position * stride + 7 + candidate];
     }
     FUNCTION GLOBAL float &log_sum(i64 position, int candidate) const {
-        return values[position * stride + 5 + count + candidate];
+        return values[position * stride + 7 + count + candidate];
     }
     // The mass of a candidate besides that of every id. If the mass outside is needed, the first of equal candidates
     // has what the id has of it.
     FUNCTION GLOBAL float &mass(i64 position, int candidate) const {
-        return values[position * stride + 5 + 2 * count + candidate];
+        return values[position * stride + 7 + 2 * count + candidate];
     }
     // The logit of a candidate in a component.
     FUNCTION GLOBAL float &logit(i64 position, int candidate, int component) const {
-        return values[position * stride + 5 + (3 + component) * count + candidate];
+        return values[position * stride + 7 + (3 + component) * count + candidate];
     }
 
     // What a candidate adds to the mass R_k of a component: its mass times the component's responsibility.

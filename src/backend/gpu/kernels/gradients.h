@@ -10,12 +10,16 @@ struct SoftMasses {
     float slope;
     float outside;
     float log_outside;
+    float collision;
+    float log_collision;
 
     FUNCTION float mass(int v) const {
         if (given) return given[v];
         const float log_q = power * log_probs[v] - log_norm, q = exponential(log_q);
-        // Numerator and denominator of Q(v) / Q(outside) may both be below the smallest number.
-        return q * (offset + slope * log_q) + weighted(outside, exponential(log_q - log_outside));
+        // Numerator and denominator of Q(v) / Q(outside) may both be below the smallest number, as may those of the
+        // share Q(v)^2 / sum_u Q(u)^2.
+        return q * (offset + slope * log_q) + weighted(outside, exponential(log_q - log_outside)) +
+               weighted(collision, exponential(2.f * log_q - log_collision));
     }
     // Ids without mass contribute nothing, even if they are impossible.
     FUNCTION bool contributes(int v, float mass) const { return mass != 0.f && log_probs[v] != minus_infinity(); }
@@ -25,9 +29,12 @@ struct SoftMasses {
 FUNCTION SoftMasses soft_masses(Logits logits, Objective objective, Scored scored, GLOBAL const float *log_probs,
                                 i64 position) {
     GLOBAL const float *log_prob_row = log_probs ? log_probs + position * logits.stride : nullptr;
-    if (objective.soft || !log_probs) return {log_prob_row, objective.soft_row(position), 1.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    if (objective.soft || !log_probs) {
+        return {log_prob_row, objective.soft_row(position), 1.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    }
     return {log_prob_row, nullptr, scored.power, scored.log_norm(position), scored.offset(position),
-            scored.slope(position), scored.outside(position), scored.log_outside(position)};
+            scored.slope(position), scored.outside(position), scored.log_outside(position),
+            scored.collision(position), scored.log_collision(position)};
 }
 
 // One block per row: adds to the mass of the row what soft masses and candidates have of it, sum_v q_v r_k(v).

@@ -12,7 +12,7 @@ use crate::loss::{LossOptions, Reduction};
 use crate::tensors::log_softmax;
 
 /// Plausible mistakes in the source that both languages share.
-const SHARED_MUTATIONS: [(&str, &str); 50] = [
+const SHARED_MUTATIONS: [(&str, &str); 57] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
     ("if (rows.own_logits && id >= 0) sum.add({rows.own_logits[r], 1.f});", ""),
@@ -56,6 +56,13 @@ const SHARED_MUTATIONS: [(&str, &str); 50] = [
     ("if (id >= 0 && id % BLOCK == (int)tid) log_p[id] = minus_infinity();", ""),
     ("log_outside = 0.f - not_negative(log_norm - log_sum);", "log_outside = log_sum;"),
     ("log_prob_gradients += outside_gradient;", ""),
+    ("sum.add({2.f * scored.power * log_p[v], 1.f})", "sum.add({scored.power * log_p[v], 1.f})"),
+    ("const float log_squares = block_reduce(sum, tid, warp_sums).value();", "const float log_squares = sum.value();"),
+    ("not_negative(2.f * log_norm - log_squares)", "not_negative(-log_squares)"),
+    ("log_prob_gradients += 2.f * collision_gradient;", ""),
+    ("scored.collision(t) = collision;", "scored.collision(t) = 0.f;"),
+    ("exponential(2.f * log_q - log_collision)", "exponential(log_q - log_collision)"),
+    ("weighted(collision, exponential(2.f * values[i] - log_collision));", "0.f;"),
     ("if (is_first) scored.mass(t, i) +=", "scored.mass(t, i) +="),
     ("weighted(outside, exponential(log_q - log_outside))", "0.f"),
     ("scales[t] = mass_bound == 0.f ? 0.f : 1.f;", "scales[t] = 1.f / mass_bound;"),
@@ -128,7 +135,17 @@ fn wrong_kernels_are_caught() {
         cases.push(sigsoftmax());
         let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };
         let outside = ScoreCase { outside: true, ..scored(case(4, 2, 6, 300), 4, true, 0.7) };
-        let score_cases = [scored(softcap, 3, true, 0.7), scored(sigsoftmax(), 3, true, 1.0), masked, outside];
+        let collision = ScoreCase { collision: true, ..scored(case(4, 2, 6, 300), 2, false, 0.7) };
+        let outside_and_collision =
+            ScoreCase { outside: true, collision: true, ..scored(case(4, 2, 6, 300), 4, false, 0.7) };
+        let score_cases = [
+            scored(softcap, 3, true, 0.7),
+            scored(sigsoftmax(), 3, true, 1.0),
+            masked,
+            outside,
+            collision,
+            outside_and_collision,
+        ];
         let mut changes = SHARED_MUTATIONS.to_vec();
         match language {
             Language::Cuda => changes.extend(CUDA_MUTATIONS),

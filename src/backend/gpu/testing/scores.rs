@@ -18,6 +18,7 @@ pub(super) struct ScoreCase {
     pub(super) n: usize,
     pub(super) entropy: bool,
     pub(super) outside: bool,
+    pub(super) collision: bool,
     pub(super) temperature: f64,
     /// Whether the bias of every third id, which is no candidate, is minus infinity.
     pub(super) masked: bool,
@@ -35,14 +36,25 @@ pub(super) enum Upstream {
     LogProbs,
     Entropy,
     Outside,
+    Collision,
     /// All, but none at the even positions.
     OddPositions,
 }
 
 /// Scores of a mixture with all upstream gradients.
 pub(super) fn scored(mixture: Case, n: usize, entropy: bool, temperature: f64) -> ScoreCase {
-    let (outside, masked, pruned) = (false, false, false);
-    ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, excess: 0.0, upstream: Upstream::All }
+    ScoreCase {
+        mixture,
+        n,
+        entropy,
+        outside: false,
+        collision: false,
+        temperature,
+        masked: false,
+        pruned: false,
+        excess: 0.0,
+        upstream: Upstream::All,
+    }
 }
 
 impl ScoreCase {
@@ -72,8 +84,14 @@ impl ScoreCase {
         let id = |i: usize| (i / self.n * 5 + i % self.n / 2 * 7) % vocab.div_ceil(3) * 3;
         let ids: Vec<u32> = (0..positions * self.n).map(|i| id(i) as u32).collect();
         let token_ids = Tensor::from_vec(ids, (positions, self.n), &Device::Cpu).unwrap();
-        let &ScoreCase { entropy, outside, temperature, .. } = self;
-        Scored { token_ids, needs_entropy: entropy, needs_outside: outside, needs_argmax: true, temperature }
+        Scored {
+            token_ids,
+            needs_entropy: self.entropy,
+            needs_outside: self.outside,
+            needs_collision: self.collision,
+            needs_argmax: true,
+            temperature: self.temperature,
+        }
     }
 
     /// The upstream gradient of each score.
@@ -84,6 +102,7 @@ impl ScoreCase {
             Upstream::LogProbs => i % columns < self.n,
             Upstream::Entropy => i % columns == self.n,
             Upstream::Outside => i % columns == self.n + 1,
+            Upstream::Collision => i % columns == self.n + 2,
             Upstream::OddPositions => i / columns % 2 == 1,
         };
         let is_given: Vec<f64> = (0..positions * columns).map(|i| f64::from(u8::from(has(i)))).collect();
@@ -143,11 +162,12 @@ impl ScoreCase {
     /// Asserts that the error is within the tolerance.
     fn check(&self, gpu: &EmulatedGpu) {
         let (error, name) = self.error(gpu, 1.0);
-        let ScoreCase { mixture, n, entropy, outside, temperature, masked, pruned, excess, upstream } = self;
+        let ScoreCase { mixture, n, entropy, outside, collision, temperature, masked, pruned, excess, upstream } = self;
         assert!(
             error <= mixture.tolerance(),
-            "{name}: {error} with {:?} {:?}, {n} candidates, entropy {entropy}, outside {outside}, temperature \
-             {temperature}, masked {masked}, pruned {pruned}, excess {excess}, {upstream:?} on {:?}",
+            "{name}: {error} with {:?} {:?}, {n} candidates, entropy {entropy}, outside {outside}, collision \
+             {collision}, temperature {temperature}, masked {masked}, pruned {pruned}, excess {excess}, {upstream:?} \
+             on {:?}",
             mixture.sizes,
             mixture.dtype,
             gpu.language,
@@ -187,6 +207,26 @@ fn scores_and_their_losses_equal_those_of_the_cpu_in_f64() {
 }
 
 #[test]
+fn the_collision_probability_and_its_losses_equal_those_of_the_cpu_in_f64() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        // A device holds all tensors that it has seen.
+        for gpu in EmulatedGpu::all() {
+            for (positions, components, vocab) in [(5, 3, 37), (4, 1, 300), (3, 2, 1)] {
+                for (n, entropy, temperature) in [(0, false, 1.0), (1, false, 0.7), (3, true, 1.8), (2, true, 1.0)] {
+                    let scored = |outside| {
+                        let mixture = Case { dtype, ..case(positions, components, 6, vocab) };
+                        ScoreCase { outside, collision: true, ..scored(mixture, n, entropy, temperature) }
+                    };
+                    scored(false).check(&gpu);
+                    // With a single id nothing is outside.
+                    scored(vocab > 1).check(&gpu);
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn every_kind_of_logits_and_upstream_gradient_equals_those_of_the_cpu() {
     for gpu in EmulatedGpu::all() {
         for components in [1, 4] {
@@ -203,8 +243,22 @@ fn every_kind_of_logits_and_upstream_gradient_equals_those_of_the_cpu() {
                 ScoreCase { outside: true, masked: true, ..scored(new()) }.check(&gpu);
                 ScoreCase { outside: true, pruned: components > 1, ..scored(new()) }.check(&gpu);
                 ScoreCase { outside: true, ..scored(Case { scale: 5.0, bias: 10.0, ..new() }) }.check(&gpu);
-                let upstreams = [Upstream::LogProbs, Upstream::Entropy, Upstream::Outside, Upstream::OddPositions];
+                let collision = true;
+                ScoreCase { collision, ..scored(Case { softcap: Some(1.5), logit_scale: 0.6, ..new() }) }.check(&gpu);
+                ScoreCase { collision, masked: true, ..scored(new()) }.check(&gpu);
+                ScoreCase { collision, pruned: components > 1, ..scored(new()) }.check(&gpu);
+                ScoreCase { collision, ..scored(Case { scale: 5.0, bias: 10.0, ..new() }) }.check(&gpu);
+                let upstreams = [
+                    Upstream::LogProbs,
+                    Upstream::Entropy,
+                    Upstream::Outside,
+                    Upstream::Collision,
+                    Upstream::OddPositions,
+                ];
                 for upstream in upstreams {
+                    ScoreCase { upstream, collision, outside: true, ..scored(new()) }.check(&gpu);
+                    ScoreCase { upstream, collision, ..scored(new()) }.check(&gpu);
+                    ScoreCase { upstream, collision, entropy: false, ..scored(new()) }.check(&gpu);
                     ScoreCase { upstream, outside: true, ..scored(new()) }.check(&gpu);
                     ScoreCase { upstream, ..scored(new()) }.check(&gpu);
                     ScoreCase { upstream, entropy: false, ..scored(new()) }.check(&gpu);
@@ -277,7 +331,8 @@ fn a_nan_or_infinite_upstream_gradient_stays_at_its_position() {
         for value in [f32::NAN, f32::INFINITY] {
             for dtype in [DType::F32, DType::F16] {
                 let case = scored(Case { dtype, chunk: 4, ..case(4, 2, 4, 20) }, 1, true, 1.0);
-                let upstream = [[1f32, 0.5, 0.0], [value, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]];
+                let upstream =
+                    [[1f32, 0.5, 0.0, 0.0], [value, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]];
                 let upstream = Tensor::new(&upstream, &Device::Cpu).unwrap();
                 let terms = move |_, scores: &Tensor| Ok((scores.sum(1)?, upstream.clone()));
                 let needs_grad = NeedsGrad { contexts: true, ..NeedsGrad::default() };
@@ -304,9 +359,8 @@ fn a_candidate_outside_the_vocabulary_has_a_nan_score() {
             let is_nan: Vec<[bool; 2]> = scores.iter().map(|row| [row[0].is_nan(), row[1].is_nan()]).collect();
             assert_eq!(is_nan, [[false, false], [true, false], [true, true], [false, true]]);
             // The last one has no upstream gradient.
-            let upstream =
-                Tensor::new(&[[1f32, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], &Device::Cpu);
-            let upstream = upstream.unwrap();
+            let upstream = [[1f32, 1.0], [1.0, 1.0], [0.0, 1.0], [1.0, 0.0]].map(|[a, b]| [a, b, 0.0, 0.0, 0.0]);
+            let upstream = Tensor::new(&upstream, &Device::Cpu).unwrap();
             let terms = move |positions: std::ops::Range<usize>, scores: &Tensor| {
                 Ok((scores.sum(1)?, upstream.narrow(0, positions.start, positions.len())?))
             };
@@ -336,14 +390,16 @@ fn impossible_candidates_have_a_score_of_minus_infinity() {
 #[test]
 fn scores_that_do_not_depend_on_all_ids_need_no_workspace_for_them() {
     for gpu in EmulatedGpu::all() {
-        let bytes = |entropy, temperature| {
-            let case = scored(Case { chunk: 5, ..case(5, 1, 4, 1000) }, 1, entropy, temperature);
+        let bytes = |entropy, collision, temperature| {
+            let mixture = Case { chunk: 5, ..case(5, 1, 4, 1000) };
+            let case = ScoreCase { collision, ..scored(mixture, 1, entropy, temperature) };
             let operands = case.operands(DType::F32);
             let task = case.scored().task(&operands, case.mixture.needs_grad()).unwrap();
             gpu::plan(&gpu, &operands, task, None).unwrap().plan.workspace_bytes
         };
         let row = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
-        assert_eq!(bytes(true, 1.0), bytes(false, 1.0) + row);
-        assert_eq!(bytes(false, 0.5), bytes(true, 1.0));
+        assert_eq!(bytes(true, false, 1.0), bytes(false, false, 1.0) + row);
+        assert_eq!(bytes(false, true, 1.0), bytes(true, false, 1.0));
+        assert_eq!(bytes(false, false, 0.5), bytes(true, false, 1.0));
     }
 }

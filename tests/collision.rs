@@ -11,6 +11,7 @@ use common::given::{places, Given};
 use common::problem::Problem;
 use common::values::{gradient, numbers, uniform};
 use common::{dtypes, exact, on_each_device};
+use mos_head::parts::LogitFunction;
 use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions, Scores};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
@@ -64,7 +65,9 @@ fn so_they_do_with_every_kind_of_logits() -> Result<()> {
     for dtype in [DType::F64, DType::F32] {
         for (components, temperature, outside) in [(1, 1.0, false), (1, 0.7, true), (3, 1.0, true), (3, 0.7, false)] {
             let case = Problem { n: 2, temperature, outside, ..problem(6, components, 8, 50) };
-            Problem { softcap: Some(1.5), logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+            for function in [LogitFunction::Softcap(1.5), LogitFunction::Sigsoftmax] {
+                Problem { function, logit_scale: 0.6, ..case }.check(dtype, tolerance(dtype))?;
+            }
             Problem { masked: true, ..case }.check(dtype, tolerance(dtype))?;
             Problem { transposed: true, ..case }.check(dtype, tolerance(dtype))?;
             Problem { spread: 30.0, ..case }.check(dtype, 4.0 * tolerance(dtype))?;

@@ -15,7 +15,7 @@ use common::problem::Problem;
 use common::quantised::{quantised, rows};
 use common::values::{fill, gradient, numbers, uniform, Numbers};
 use common::{dtypes, exact, on, on_each_device};
-use mos_head::parts::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LowRankAdapter};
+use mos_head::parts::{CharCnn, CharCnnConfig, Decoder, DecoderConfig, LogitFunction, LowRankAdapter};
 use mos_head::score::{ChunkTerms, ScoreOptions, Scores};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
@@ -82,7 +82,7 @@ on_each_device! {
         let dtype = exact(device);
         for head in HEADS {
             let mut case = Case::random(head, Sizes::new(7, 6, 3, 33), &[2, 5], 9).rounded(dtype)?;
-            case.logits = Logits { scale: 0.7, softcap: None };
+            case.logits = Logits { scale: 0.7, function: LogitFunction::Identity };
             let (vars, truth) = (case.variables(dtype, device)?, case.variables(DType::F64, &Device::Cpu)?);
             let ids = on(device, &Tensor::zeros((2, 5), DType::U32, &Device::Cpu)?)?;
             let scores = build(&case, &vars)?.score(&vars["hidden"], &ids, &options())?;

@@ -1,5 +1,5 @@
 //! The mean of a position's logits over the vocabulary: the logit of the decoder's mean row, because a logit without a
-//! softcap is linear in its row.
+//! function is linear in its row.
 //!
 //! ```text
 //! mean_v z_kv = scale (c_k . mean_v w_v + mean_v b_v),     the mean logit = sum_k pi_k mean_v z_kv
@@ -11,6 +11,7 @@ use candle_core::{DType, Tensor};
 
 use super::node::{attach_operands, needs_grad};
 use super::Mixture;
+use crate::backend::logit_function::LogitFunction;
 use crate::backend::objective::Gradients;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
 use crate::backend::weight::Weight;
@@ -21,11 +22,16 @@ const ROWS: usize = 1024;
 
 impl Mixture {
     /// Computes the mean logit of each position, the components weighted by their priors: `[..]` in the accumulation
-    /// dtype, from one reading of the decoder. Differentiable. A softcap is an error.
+    /// dtype, from one reading of the decoder. Differentiable. Functions of the logits are errors.
     pub(crate) fn mean_logit(&self) -> Result<Tensor> {
         let operands = &self.operands;
-        if operands.softcap.is_some() {
-            return Err(Error::Unsupported { option: OptionName::MeanLogit, head: "a mixture with a softcap" });
+        let head = match operands.logit_function {
+            LogitFunction::Identity => None,
+            LogitFunction::Softcap(_) => Some("a mixture with a softcap"),
+            LogitFunction::Sigsoftmax => Some("a mixture with sigsoftmax"),
+        };
+        if let Some(head) = head {
+            return Err(Error::Unsupported { option: OptionName::MeanLogit, head });
         }
         let terms = MeanTerms::new(operands)?;
         let value = terms.value()?.reshape(self.leading())?;

@@ -244,7 +244,8 @@ fn every_kind_of_logits_and_upstream_gradient_equals_those_of_the_cpu() {
                 ScoreCase { outside: true, pruned: components > 1, ..scored(new()) }.check(&gpu);
                 ScoreCase { outside: true, ..scored(Case { scale: 5.0, bias: 10.0, ..new() }) }.check(&gpu);
                 let collision = true;
-                ScoreCase { collision, ..scored(Case { softcap: Some(1.5), logit_scale: 0.6, ..new() }) }.check(&gpu);
+                ScoreCase { collision, ..scored(Case { function: Softcap(1.5), logit_scale: 0.6, ..new() }) }
+                    .check(&gpu);
                 ScoreCase { collision, masked: true, ..scored(new()) }.check(&gpu);
                 ScoreCase { collision, pruned: components > 1, ..scored(new()) }.check(&gpu);
                 ScoreCase { collision, ..scored(Case { scale: 5.0, bias: 10.0, ..new() }) }.check(&gpu);

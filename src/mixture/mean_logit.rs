@@ -14,19 +14,16 @@ use super::Mixture;
 use crate::backend::objective::Gradients;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
 use crate::backend::weight::Weight;
-use crate::error::{Error, OptionName, Result};
+use crate::error::Result;
 
 /// The number of the decoder's rows that are converted and added up at a time.
 const ROWS: usize = 1024;
 
 impl Mixture {
     /// Computes the mean logit of each position, the components weighted by their priors: `[..]` in the accumulation
-    /// dtype, from one reading of the decoder. Differentiable. A softcap is an error.
+    /// dtype, from one reading of the decoder. Differentiable. There must be no softcap.
     pub(crate) fn mean_logit(&self) -> Result<Tensor> {
         let operands = &self.operands;
-        if operands.softcap.is_some() {
-            return Err(Error::Unsupported { option: OptionName::MeanLogit, head: "a mixture with a softcap" });
-        }
         let terms = MeanTerms::new(operands)?;
         let value = terms.value()?.reshape(self.leading())?;
         let needs_grad = needs_grad(operands);

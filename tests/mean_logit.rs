@@ -279,7 +279,7 @@ fn what_has_no_mean_of_its_decoder_says_so() -> Result<()> {
     let ids = Tensor::zeros(2, DType::U32, &Device::Cpu)?;
     let log_probs = softmax.log_probs(&hidden)?;
     let heads: Vec<(Box<dyn OutputLayer>, &str)> = vec![
-        (Box::new(softmax.clone().with_softcap(30.0)?), "a mixture with a softcap"),
+        (Box::new(softmax.clone().with_softcap(30.0)?), "a mixture with a function of the logits"),
         (Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(6, 20, vec![4]), vb.pp("adaptive"))?), "AdaptiveSoftmax"),
         (Box::new(HierarchicalSoftmax::new(&HierarchicalConfig::new(6, 20), vb.pp("h"))?), "HierarchicalSoftmax"),
         (Box::new(Restricted::new(softmax.clone(), AllowedIds::new(&[0, 3]))?), "allowed ids"),

@@ -46,25 +46,12 @@ impl Distributions for Mixture {
 
     fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
         options.validate()?;
-        let leading = self.leading();
-        let n = candidate_count("token_ids", token_ids, leading)?;
+        if !self.operands().logit_function.is_identity() {
+            options.refuse_mean_logit("a mixture with a function of the logits")?;
+        }
+        let scores = self.distribution_scores(token_ids, options)?;
         let mean_logit = options.mean_logit.then(|| self.mean_logit()).transpose()?;
-        if token_ids.dims() == leading && options.is_plain() {
-            return Ok(Scores { mean_logit, ..Scores::from_loss(self.loss(token_ids, &options.loss_options()))? });
-        }
-        let operands = self.operands();
-        let scored = options.scored(token_ids.reshape((operands.sizes.positions, n))?);
-        let plan = |needs_grad| backend::plan(operands, scored.task(operands, needs_grad)?, options.workspace_bytes);
-        // The backward pass must fit the budget too.
-        let (gradients, value) = (plan(node::needs_grad(operands))?, plan(NeedsGrad::default())?);
-        let (mut scores, is_argmax) = backend::scores(&value, &scored)?;
-        let is_argmax = is_argmax.map(|is_argmax| is_argmax.reshape(token_ids.shape())).transpose()?;
-        let scored = Scored { needs_argmax: false, ..scored };
-        if gradients.needs_grad.any() {
-            scores = node::attach_scores(scores, gradients, scored)?;
-        }
-        let scores = Scores::from_columns(&scores, token_ids.dims(), leading, options)?;
-        Ok(Scores { mean_logit, is_argmax, ..scores })
+        Ok(Scores { mean_logit, ..scores })
     }
 
     fn top_k(&self, k: usize) -> Result<TopK> {
@@ -105,6 +92,27 @@ impl Distributions for Mixture {
 }
 
 impl Mixture {
+    /// Computes the scores that are functions of the distribution: all but the mean logit.
+    fn distribution_scores(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {
+        let leading = self.leading();
+        let n = candidate_count("token_ids", token_ids, leading)?;
+        if token_ids.dims() == leading && options.is_plain() {
+            return Scores::from_loss(self.loss(token_ids, &options.loss_options()));
+        }
+        let operands = self.operands();
+        let scored = options.scored(token_ids.reshape((operands.sizes.positions, n))?);
+        let plan = |needs_grad| backend::plan(operands, scored.task(operands, needs_grad)?, options.workspace_bytes);
+        // The backward pass must fit the budget too.
+        let (gradients, value) = (plan(node::needs_grad(operands))?, plan(NeedsGrad::default())?);
+        let (mut scores, is_argmax) = backend::scores(&value, &scored)?;
+        let is_argmax = is_argmax.map(|is_argmax| is_argmax.reshape(token_ids.shape())).transpose()?;
+        let scored = Scored { needs_argmax: false, ..scored };
+        if gradients.needs_grad.any() {
+            scores = node::attach_scores(scores, gradients, scored)?;
+        }
+        Ok(Scores { is_argmax, ..Scores::from_columns(&scores, token_ids.dims(), leading, options)? })
+    }
+
     /// Computes a loss that is a function of scores or of all log-probabilities, and the value of its terms at each
     /// position.
     fn loss_from_terms(

@@ -11,28 +11,19 @@ use candle_core::{DType, Tensor};
 
 use super::node::{attach_operands, needs_grad};
 use super::Mixture;
-use crate::backend::logit_function::LogitFunction;
 use crate::backend::objective::Gradients;
 use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
 use crate::backend::weight::Weight;
-use crate::error::{Error, OptionName, Result};
+use crate::error::Result;
 
 /// The number of the decoder's rows that are converted and added up at a time.
 const ROWS: usize = 1024;
 
 impl Mixture {
     /// Computes the mean logit of each position, the components weighted by their priors: `[..]` in the accumulation
-    /// dtype, from one reading of the decoder. Differentiable. Functions of the logits are errors.
+    /// dtype, from one reading of the decoder. Differentiable. There must be no function of the logits.
     pub(crate) fn mean_logit(&self) -> Result<Tensor> {
         let operands = &self.operands;
-        let head = match operands.logit_function {
-            LogitFunction::Identity => None,
-            LogitFunction::Softcap(_) => Some("a mixture with a softcap"),
-            LogitFunction::Sigsoftmax => Some("a mixture with sigsoftmax"),
-        };
-        if let Some(head) = head {
-            return Err(Error::Unsupported { option: OptionName::MeanLogit, head });
-        }
         let terms = MeanTerms::new(operands)?;
         let value = terms.value()?.reshape(self.leading())?;
         let needs_grad = needs_grad(operands);

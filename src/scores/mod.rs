@@ -109,7 +109,7 @@ impl ScoreOptions {
 
     /// Sets whether the mean logit is computed, [`Scores::mean_logit`]. It costs one more reading of the decoder, and
     /// its gradient one writing of the decoder's gradient, but no product with the size of the vocabulary.
-    /// [`Error::Unsupported`] for what has no such mean of its decoder: logits with a softcap, heads of two levels,
+    /// [`Error::Unsupported`] for what has no such mean of its decoder: logits with a function, heads of two levels,
     /// allowed ids, a vocabulary that ranks share, log-probabilities that are given, and losses of scores.
     pub fn with_mean_logit(self, mean_logit: bool) -> Self {
         ScoreOptions { mean_logit, ..self }

@@ -3,7 +3,7 @@
 use crate::args::Args;
 use crate::source::{values, Source, Text};
 use candle_core::{Device, Tensor};
-use lab::text::{Corpus, END_OF_SENTENCE};
+use lab::data::{Corpus, END_OF_SENTENCE};
 use lab::Result;
 use mos_head::Distributions;
 
@@ -93,10 +93,9 @@ fn best(source: &Source, corpus: &Corpus, i: usize) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::tests::{args, folder, saved};
-    use crate::source::{open, Source};
-    use lab::head::HeadKind;
-    use lab::language::Teacher;
+    use crate::sources::open;
+    use crate::sources::tests::{args, folder, saved};
+    use lab::{data::language::Teacher, layers::HeadKind};
 
     fn sources(args: &Args) -> Vec<Source> {
         open(args).expect("opens")

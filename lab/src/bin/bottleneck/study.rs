@@ -1,12 +1,11 @@
 //! All measures of one model.
 
-use crate::args::Args;
 use crate::distributions::{Components, PairwiseDivergence};
-use crate::low_rank::LowRank;
 use crate::source::{values, Head, Source};
 use crate::spectrum::{Rows, Spectrum};
+use crate::{args::Args, low_rank::LowRank};
 use candle_core::Tensor;
-use lab::{progress, Result};
+use lab::{show::progress, Result};
 
 pub(crate) struct Study {
     pub(crate) name: String,
@@ -134,14 +133,14 @@ fn low_rank(source: &Source, spectrum: &Spectrum, rank: usize, targets: &[u32]) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::{self, tests::args, tests::file, tests::saved};
+    use crate::sources;
+    use crate::sources::tests::{args, file, saved};
     use candle_core::{DType, Device};
-    use lab::head::HeadKind;
-    use lab::language::Teacher;
+    use lab::{data::language::Teacher, layers::HeadKind};
     use std::path::{Path, PathBuf};
 
     fn study_of(args: &Args) -> Result<Study> {
-        study(&source::open(args)?[0], args)
+        study(&sources::open(args)?[0], args)
     }
 
     #[test]

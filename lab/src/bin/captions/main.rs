@@ -28,11 +28,9 @@ mod score;
 
 use args::Args;
 use data::Dataset;
-use lab::head::HeadKind;
-use lab::memory::Peak;
-use lab::report::number;
-use lab::words::Words;
-use lab::{heads, plot::Axes, recipe::Recipe, session::Session, Result};
+use lab::show::{plot::Axes, report::number, Peak};
+use lab::training::{heads, Recipe, Session};
+use lab::{data::words::Words, layers::HeadKind, Result};
 use model::{Captioner, Setting};
 use report::Trained;
 use std::cell::Cell;

@@ -1,15 +1,13 @@
 //! The caption model: features of the image, an LSTM with attention over them, and an output layer.
 
-use crate::data::Pair;
-use crate::encoder::Encoder;
+use crate::{data::Pair, encoder::Encoder};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use lab::head::{HeadKind, HeadSizes};
-use lab::model::{Base, Forward, Model, Pass};
-use lab::recurrent_decoder::{RecurrentDecoder, State};
-use lab::sequences::inputs_and_targets;
-use lab::words::{Words, PAD};
-use lab::{init, recipe::Recipe, Result};
+use lab::data::words::{Words, PAD};
+use lab::layers::recurrent_decoder::{RecurrentDecoder, State};
+use lab::layers::{init, HeadKind, HeadSizes};
+use lab::training::{Base, Forward, Model, Pass, Recipe};
+use lab::{data::sequences::inputs_and_targets, Result};
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 use std::collections::HashMap;
@@ -46,7 +44,7 @@ impl Captioner {
             encoder: Encoder::new(&setting.images.dims()[1..], hidden, vb.pp("encoder"))?,
             embedding: recipe.embedding(),
             layers: recipe.layers,
-            decoder: RecurrentDecoder::new(vocab, recipe, "embedding", vb.clone())?,
+            decoder: RecurrentDecoder::new(recipe.decoder(vocab), "embedding", vb.clone())?,
             base: Base { head: sizes.build(kind, 0.0, None, vb.pp("head"))?, varmap, device: device.clone() },
             setting,
         };

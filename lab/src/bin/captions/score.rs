@@ -3,8 +3,10 @@
 use crate::data::{pairs, Dataset, Example};
 use crate::model::Captioner;
 use candle_core::Tensor;
-use lab::words::{END, START};
-use lab::{bleu, cider, model::Model, progress, session::Session, Result};
+use lab::data::words::{END, START};
+use lab::scores::{bleu, cider};
+use lab::training::{Model, Session};
+use lab::{show::progress, Result};
 use mos_head::decode::BeamSearch;
 
 /// A trained model reaches these scores.

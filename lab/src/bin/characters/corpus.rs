@@ -1,6 +1,6 @@
 //! A text as character ids, split into three parts.
 
-use lab::{model::Data, Result};
+use lab::{data::Data, Result};
 use std::collections::BTreeSet;
 use std::path::Path;
 

@@ -22,9 +22,8 @@ mod report;
 
 use args::{sizes, Args};
 use corpus::Corpus;
-use lab::generate::generate;
-use lab::sizes::InitialValues;
-use lab::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
+use lab::training::{generate, heads, InitialValues, LanguageModel, Recipe, Session};
+use lab::{show::plot::Axes, Result};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {

@@ -1,7 +1,7 @@
 //! The tables of words as codes: what they learn, what they cost, and how tables are made.
 
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, digits, markdown, need, source};
 
 /// Makes the table of language models over words and over codes.
 pub(crate) fn codes(results: &Results) -> Result<String> {

@@ -1,7 +1,7 @@
 //! The tables of a training step on a GPU, from the lines that `scripts/gpu.sh record` writes.
 
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, digits, markdown, need, place_of_shape, source, UNMEASURED};
 
 /// Writes milliseconds, or nothing.
 fn milliseconds(line: &Line, key: &str) -> String {

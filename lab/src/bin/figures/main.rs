@@ -11,6 +11,7 @@
 
 mod captions;
 mod codes;
+mod format;
 mod gpu;
 mod outputs;
 mod papers;
@@ -27,12 +28,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    lab::exit_code(run(root()))
-}
-
-/// Returns the repository.
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the lab is a folder of the repository")
+    lab::exit_code(run(results::root()))
 }
 
 fn run(root: &Path) -> results::Result<()> {

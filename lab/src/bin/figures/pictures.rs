@@ -4,10 +4,10 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use crate::quality::head_name;
+use crate::format::*;
 use crate::results::{Line, Result, Results};
 use crate::runs;
-use crate::tables::{beside, count, decoder_gradient_mib, digits, need, softmaxes, source};
+use crate::tables::{beside, decoder_gradient_mib};
 
 const WIDTH: i32 = 800;
 /// The height of a bar and the space below it.

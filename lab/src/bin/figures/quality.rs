@@ -1,7 +1,7 @@
 //! The tables of what the programs learn: perplexities, BLEU, and the rank of log-probabilities.
 
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, markdown, need, short, source};
 
 const HEADS: [&str; 3] = ["softmax", "moc", "mos"];
 const VALIDATION: &str = "valid_perplexity_by_epoch";
@@ -228,39 +228,12 @@ fn by_head(
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// Returns the name of a head, and the number of components of a mixture.
-pub(crate) fn head_with_components(line: &Line) -> String {
-    let components = line.number("components").filter(|&components| components > 1.0);
-    let components = components.map_or(String::new(), |components| format!(", K = {components}"));
-    head_name(line.text("head")).to_owned() + &components
-}
-
-pub(crate) fn head_name(head: &str) -> &str {
-    match head {
-        "moc" => "mixture of contexts",
-        "mos" => "mixture of softmaxes",
-        head => head,
-    }
-}
-
 fn above_entropy(line: &Line) -> Result<f64> {
     Ok(need(line, "valid_nll")? - need(line, "entropy_nats")?)
 }
 
 fn last(line: &Line, key: &str) -> Result<f64> {
     line.numbers(key).last().copied().ok_or_else(|| format!("no numbers under \"{key}\"").into())
-}
-
-/// Returns the mean and standard deviation of lines of a seed each.
-pub(crate) fn over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
-    let values = lines.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>()?;
-    Ok(mean_and_deviation(&values, decimals))
-}
-
-/// Returns the mean and standard deviation of a score of texts.
-pub(crate) fn score_over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
-    let scores = lines.iter().map(|line| line.score(key).ok_or_else(|| format!("no score {key}")));
-    Ok(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, decimals))
 }
 
 /// Returns the mean and standard deviation of a line's numbers, one for each seed.
@@ -272,25 +245,6 @@ fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
     Ok(mean_and_deviation(&values, decimals))
 }
 
-/// Returns the mean of some numbers and, of more than one, the standard deviation.
-pub(crate) fn mean_and_deviation(values: &[f64], decimals: usize) -> String {
-    let count = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / count;
-    if values.len() < 2 {
-        return format!("{mean:.decimals$}");
-    }
-    let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    format!("{mean:.decimals$} ± {:.decimals$}", variance.sqrt())
-}
-
 fn each(line: &Line, key: &str, format: fn(f64) -> String) -> String {
     line.numbers(key).into_iter().map(format).collect::<Vec<_>>().join(", ")
-}
-
-pub(crate) fn perplexity(number: f64) -> String {
-    if number < 10.0 {
-        format!("{number:.2}")
-    } else {
-        format!("{number:.1}")
-    }
 }

@@ -1,8 +1,7 @@
 //! The tables of the small runs (`lab/run_all.sh`): the trials of every head, two seeds of the best, equal time.
 
-use crate::quality::{head_name, over_seeds, perplexity, score_over_seeds};
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
 
 /// The systems in the order of the tables.
 const SYSTEMS: [&str; 6] = ["softmax", "moc", "mos", "sampled", "adaptive", "codes"];

@@ -1,18 +1,10 @@
 //! The tables of the documents, in markdown.
 
-use std::collections::BTreeSet;
-
-use crate::codes;
-use crate::gpu;
-use crate::papers::papers;
-use crate::quality;
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::{captions, root, runs, vocabularies};
+use crate::{captions, codes, gpu, papers::papers, quality, runs, vocabularies};
 
 type Generator = fn(&Results) -> Result<String>;
-
-/// This text stands in place of a table that nothing has been measured for.
-pub(crate) const UNMEASURED: &str = "Not measured yet.\n";
 
 /// The scores of a dialogue model: precision and recall of five responses.
 const SWITCHBOARD: [(&str, &str); 9] = [
@@ -76,9 +68,9 @@ pub(crate) const TABLES: [(&str, Generator); 50] = [
     ("multi30k-vocabularies", vocabularies::vocabularies),
     ("multi30k-equal-time", vocabularies::equal_time),
     ("preset-seconds", runs::preset_seconds),
-    ("papers-mos", |results| papers(root(), results, "mos")),
-    ("papers-fast", |results| papers(root(), results, "fast")),
-    ("papers-limits", |results| papers(root(), results, "limits")),
+    ("papers-mos", |results| papers(results, "mos")),
+    ("papers-fast", |results| papers(results, "fast")),
+    ("papers-limits", |results| papers(results, "limits")),
 ];
 
 /// Returns `text` with every table between markers made anew.
@@ -134,12 +126,6 @@ pub(crate) fn beside<'a>(results: &'a Results, shape: &str, positions: f64) -> R
 
 fn is_products(line: &Line) -> bool {
     line.text("implementation").ends_with("products alone")
-}
-
-/// Returns the place of a step's shape in tables; others come last.
-pub(crate) fn place_of_shape(line: &Line) -> usize {
-    const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
-    SHAPES.iter().position(|shape| line.is("shape", shape)).unwrap_or(SHAPES.len())
 }
 
 /// Orders steps by shape, falling number of positions, and time; in each group mos-head first and products last.
@@ -291,7 +277,7 @@ fn language_model(results: &Results) -> Result<String> {
     let ours = || lines.iter().filter(|line| !line.is_of_peer());
     let Some(first) = ours().next() else { return Ok(UNMEASURED.into()) };
     let row = |line: &&Line| {
-        let mut row = vec![quality::head_with_components(line)];
+        let mut row = vec![head_with_components(line)];
         for implementation in IMPLEMENTATIONS {
             let is_head =
                 |other: &&&Line| other.text("head") == line.text("head") && other.is("implementation", implementation);
@@ -398,12 +384,6 @@ fn decoding(results: &Results) -> Result<String> {
     Ok(markdown(&header, rows) + &source(&used, true))
 }
 
-/// Makes the table of the number of components in words.
-pub(crate) fn softmaxes(line: &Line) -> Result<String> {
-    let components = need(line, "components")?;
-    Ok(if components == 1.0 { "one softmax".into() } else { format!("{components} softmaxes") })
-}
-
 fn decoding_all(results: &Results) -> Result<String> {
     let lines = results.lines_of("decoding");
     let find = |shape: &str, implementation: &str| {
@@ -472,76 +452,4 @@ fn sizes(line: &Line, full: bool) -> Result<String> {
         return Ok(format!("{shape} ({positions} positions, K = {components}, d = {d}, V = {vocab})"));
     }
     Ok(if shape == "ptb" { shape.into() } else { format!("{shape}, {} positions", plain(positions)) })
-}
-
-pub(crate) fn need(line: &Line, key: &str) -> Result<f64> {
-    line.number(key).ok_or_else(|| {
-        let [figure, shape, implementation] = ["figure", "shape", "implementation"].map(|key| line.text(key));
-        format!("no number under \"{key}\" of {figure}, {shape}, {implementation}").into()
-    })
-}
-
-pub(crate) fn markdown(header: &str, rows: Vec<Vec<String>>) -> String {
-    let mut text = format!("{header}\n|{}\n", "---|".repeat(header.matches('|').count() - 1));
-    for row in rows {
-        // An empty cell is one space wide.
-        text += &format!("| {} |\n", row.join(" | ")).replace("|  |", "| |").replace("|  |", "| |");
-    }
-    text
-}
-
-/// Says where the numbers of a table come from: dates and commits, and the processors of timings.
-pub(crate) fn source(lines: &[&Line], processors: bool) -> String {
-    let all = |key| lines.iter().map(|line| line.text(key)).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>();
-    let processors = if processors { all("processor").join("; ") + "; " } else { String::new() };
-    let commits = all("commit");
-    let noun = if commits.len() == 1 { "commit" } else { "commits" };
-    format!("\n*{processors}{}, {noun} {}*\n", all("date").join(", "), commits.join(", "))
-}
-
-/// Writes 10000 as "10 000". Four digits stay together.
-pub(crate) fn count(number: f64) -> String {
-    let digits = plain(number);
-    let mut text = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) && digits.len() > 4 {
-            text.push(' ');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-fn plain(number: f64) -> String {
-    format!("{number:.0}")
-}
-
-/// Writes three significant digits.
-pub(crate) fn digits(number: f64) -> String {
-    let decimals = match number {
-        x if x < 1.0 => 3,
-        x if x < 10.0 => 2,
-        x if x < 100.0 => 1,
-        _ => 0,
-    };
-    format!("{number:.decimals$}")
-}
-
-/// Writes at most three significant digits, without zeros at the end.
-pub(crate) fn short(number: f64) -> String {
-    let text = digits(number);
-    if text.contains('.') {
-        text.trim_end_matches('0').trim_end_matches('.').into()
-    } else {
-        text
-    }
-}
-
-/// Writes three significant digits, but none below a hundredth of a millisecond.
-fn milliseconds(number: f64) -> String {
-    if number < 1.0 {
-        format!("{number:.2}")
-    } else {
-        digits(number)
-    }
 }

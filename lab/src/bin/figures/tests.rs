@@ -1,7 +1,7 @@
 //! Pictures and tables show the measurements in `benches/results`, and nothing else.
 
-use super::results::{parse, read, Results, FILES};
-use super::{outputs, pictures, results, root, runs, tables};
+use super::results::{parse, read, root, Results, FILES};
+use super::{format, outputs, pictures, results, runs, tables};
 
 /// What makes a whole line.
 const LINE: &str = r#"{"figure": "step", "shape": "ptb", "implementation": "mos-head", "command": "c",
@@ -102,7 +102,7 @@ fn no_table_of_results_is_written_by_hand() {
     for (i, (name, table)) in tables::TABLES.iter().enumerate() {
         let marker = format!("\n<!-- figures: {name} -->\n");
         let places: Vec<_> = documents.iter().flat_map(|(path, text)| text.matches(&marker).map(|_| *path)).collect();
-        let is_measured = table(&results).expect(name) != tables::UNMEASURED;
+        let is_measured = table(&results).expect(name) != format::UNMEASURED;
         let least = usize::from(i >= 4 && is_measured);
         assert!((least..=1).contains(&places.len()), "table {name} belongs in one document, found: {places:?}");
     }
@@ -167,7 +167,7 @@ fn a_number_edited_by_hand_is_found() {
     for (name, _) in tables::TABLES {
         let empty = format!("before\n<!-- figures: {name} -->\n<!-- /figures -->\nafter\n");
         let made = tables::rewrite(&empty, &results).expect(name);
-        if made.contains(tables::UNMEASURED) {
+        if made.contains(format::UNMEASURED) {
             continue;
         }
         assert_eq!(tables::rewrite(&made, &results).expect(name), made, "{name}");

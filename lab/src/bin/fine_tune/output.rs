@@ -5,8 +5,8 @@ use candle_core::{backprop::GradStore, DType, Device, Tensor, Var};
 use candle_nn::loss::cross_entropy;
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
 use clap::ValueEnum;
-use lab::checkpoint::Checkpoint;
-use lab::{init, Result};
+use lab::layers::{init, Checkpoint};
+use lab::Result;
 use mos_head::parts::{LowRankAdapter, LowRankConfig};
 use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 use std::collections::HashMap;
@@ -68,7 +68,7 @@ impl FineTuned {
         let model_embedding = if is_frozen { embedding.detach() } else { embedding.clone() };
         let model = Llama::new(config, model_embedding, builder(&trained).pp("model"))?;
         let head = || match gguf {
-            Some(path) => lab::gguf::softmax_head(path, [vocab, hidden]),
+            Some(path) => lab::layers::gguf::softmax_head(path, [vocab, hidden]),
             None => Ok(SoftmaxHead::from_tensors(embedding.clone(), None)?),
         };
         let output = match output {

@@ -1,8 +1,8 @@
 //! Texts as token ids, in windows.
 
 use candle_core::{Device, Tensor};
-use lab::language::{Teacher, NAME};
-use lab::{bpe, Result};
+use lab::data::language::{Teacher, NAME};
+use lab::{data::bpe, Result};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::path::Path;
 use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;

@@ -40,16 +40,13 @@ mod presets;
 mod released;
 mod report;
 mod spell;
+mod spelling;
 
 use args::Args;
-use lab::codes::Coding;
-use lab::generate::generate;
-use lab::language::Teacher;
-use lab::output::{Entries, OutputKind};
-use lab::ranks::Ranks;
-use lab::sizes::{InitialValues, Sizes};
-use lab::text::Corpus;
-use lab::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
+use lab::data::{language::Teacher, Coding, Corpus};
+use lab::layers::{Entries, OutputKind};
+use lab::training::{generate, heads, InitialValues, LanguageModel, Ranks, Recipe, Session, Sizes};
+use lab::{show::plot::Axes, Result};
 use mos_codes::CodeTable;
 use std::process::ExitCode;
 
@@ -67,7 +64,7 @@ fn run(args: &Args) -> Result<()> {
 fn train(args: &Args, ranks: &Ranks) -> Result<()> {
     let mut flags = args.training();
     flags.ranks = ranks.clone();
-    let recipe = ranks.divide(&args.recipe()?)?;
+    let recipe = args.recipe()?.divided(ranks)?;
     let device = flags.device.open()?;
     let corpus = match &args.data {
         Some(folder) => Corpus::from_folder(folder, args.words)?,

@@ -1,11 +1,8 @@
 //! The recipes of the papers, and one for a small machine.
 
-use crate::cache::CacheSettings;
-use crate::dynamic::DynamicSettings;
+use crate::{cache::CacheSettings, dynamic::DynamicSettings};
 use clap::ValueEnum;
-use lab::awd::Awd;
-use lab::optimizer::OptimizerKind;
-use lab::recipe::Recipe;
+use lab::training::{Awd, OptimizerKind, Recipe};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Preset {
@@ -188,8 +185,7 @@ impl Preset {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lab::head::HeadKind;
-    use lab::sizes::Sizes;
+    use lab::{layers::HeadKind, training::Sizes};
 
     #[test]
     fn the_numbers_of_parameters_are_those_of_the_papers() {

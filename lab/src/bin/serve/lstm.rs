@@ -1,12 +1,11 @@
 //! The LSTM of `language_model`: texts of a batch advance together.
 
-use super::Backbone;
+use crate::backbone::Backbone;
 use candle_core::{Device, Tensor};
 use candle_nn::rnn::LSTMState;
-use lab::checkpoint::Checkpoint;
-use lab::language_model::LanguageModel;
-use lab::model::Model;
-use lab::{head::HeadKind, recipe::Recipe, sizes::InitialValues, sizes::Sizes, Result};
+use lab::layers::{Checkpoint, HeadKind};
+use lab::training::{InitialValues, LanguageModel, Model, Recipe, Sizes};
+use lab::Result;
 use mos_head::OutputLayer;
 use std::path::Path;
 

@@ -1,11 +1,11 @@
 //! The flags, with the sizes of published models.
 
 use crate::scores::{DivergenceKind, Score};
+use crate::steps::{Sizes, Train};
 use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
-use lab::device::DeviceKind;
-use lab::values::positive;
+use lab::show::{values::positive, DeviceKind};
 
 #[derive(Parser)]
 #[command(about = "Times one training step of the output layer")]
@@ -99,18 +99,6 @@ pub(crate) enum Shape {
     Small,
 }
 
-/// The sizes of a training step.
-#[derive(Clone, Copy)]
-pub(crate) struct Sizes {
-    pub(crate) positions: usize,
-    pub(crate) components: usize,
-    /// The size of a context.
-    pub(crate) context: usize,
-    pub(crate) vocab: usize,
-    /// The size of a hidden state.
-    pub(crate) hidden: usize,
-}
-
 impl Shape {
     /// Returns the sizes of the published model.
     fn sizes(self) -> Sizes {
@@ -141,18 +129,6 @@ impl Args {
             hidden,
         }
     }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Train {
-    /// Hidden states and all parameters
-    All,
-    /// Hidden states and the projection, under a frozen decoder
-    Hidden,
-    /// The decoder, over frozen hidden states
-    Decoder,
-    /// Hidden states, the projection and a low-rank adapter of a frozen decoder
-    Adapter,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn products_of_every_dtype_of_a_gpu() {
-        for device in lab::device::DeviceKind::gpus().into_iter().chain([Device::Cpu]) {
+        for device in lab::show::DeviceKind::gpus().into_iter().chain([Device::Cpu]) {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let products = Products::new(ProductSizes { rows: 6, context: 4, vocab: 11 }, true, dtype, &device)
                     .expect("tensors");

@@ -18,18 +18,17 @@ mod steps;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use args::{name, Args, Implementation, Sizes, Train};
+use args::{name, Args, Implementation};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use kept::Kept;
-use lab::memory::{keep_pool, Peak};
-use lab::report::median;
+use lab::show::{keep_pool, report::median, Peak};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{Distributions, LossOptions, Mixture, Precision};
 use output::System;
 use scores::{Score, Timed};
 use serde_json::json;
-use steps::{composed_step, constant_mixture, detached_mixture, fused_step, Leaves};
+use steps::{composed_step, constant_mixture, detached_mixture, fused_step, Leaves, Sizes, Train};
 
 fn main() -> ExitCode {
     lab::exit_code(run(&Args::parse()))

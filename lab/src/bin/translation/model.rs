@@ -1,18 +1,14 @@
 //! An encoder-decoder, recurrent or a Transformer, and an output layer.
 
 use crate::batches::{shuffled, shuffled_evenly, sorted, Batch, Sources};
-use crate::corpus::Encoded;
-use crate::recurrent::Recurrent;
-use crate::setting::{Architecture, Setting};
-use crate::task::Task;
-use crate::transformer::Transformer;
-use crate::vocabulary::PAD;
+use crate::kinds::{Architecture, Task};
+use crate::{corpus::Encoded, recurrent::Recurrent, setting::Setting, transformer::Transformer};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use lab::head::{HeadKind, HeadSizes};
-use lab::model::{Base, Forward, Model, Pass};
-use lab::transformer::DecoderState;
-use lab::{init, recipe::Recipe, recurrent_decoder, Result};
+use lab::data::words::PAD;
+use lab::layers::{init, recurrent_decoder, transformer::DecoderState, Checkpoint, HeadKind, HeadSizes};
+use lab::training::{Base, Forward, Model, Pass, Recipe};
+use lab::Result;
 use rand::rngs::StdRng;
 
 pub(crate) struct Seq2Seq {
@@ -96,6 +92,16 @@ impl Seq2Seq {
     }
 }
 
+/// Returns the model of a checkpoint, without the state of training.
+pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq2Seq> {
+    let setting = Setting::from_checkpoint(checkpoint)?;
+    let kind = HeadKind::from_checkpoint(checkpoint)?;
+    let recipe = Recipe::from_checkpoint(kind, checkpoint)?;
+    let model = Seq2Seq::new(kind, setting, &recipe, device)?;
+    checkpoint.restore_variables(model.varmap())?;
+    Ok(model)
+}
+
 /// The number of pairs of a batch in an evaluation.
 const EVALUATION_BATCH: usize = 64;
 
@@ -146,11 +152,10 @@ impl Model for Seq2Seq {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transformer::Shape;
-    use crate::vocabulary::Vocabulary;
+    use crate::{kinds::TransformerShape, vocabulary::Vocabulary};
 
     const ARCHITECTURES: [Architecture; 2] =
-        [Architecture::Lstm, Architecture::Transformer(Shape { heads: 2, inner: 24 })];
+        [Architecture::Lstm, Architecture::Transformer(TransformerShape { heads: 2, inner: 24 })];
 
     fn model(architecture: Architecture, kind: HeadKind) -> Seq2Seq {
         model_for(Task::Toy, architecture, kind)

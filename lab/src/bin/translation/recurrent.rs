@@ -1,13 +1,12 @@
 //! The recurrent encoder-decoder: a bidirectional LSTM over the source, and a decoder with attention.
 
-use crate::batches::Sources;
-use crate::setting::Setting;
+use crate::{batches::Sources, setting::Setting};
 use candle_core::{Module, Tensor, D};
 use candle_nn::{Embedding, VarBuilder};
-use lab::head::{HeadKind, HeadSizes};
-use lab::recurrent::{Lstm, LstmDropout};
-use lab::recurrent_decoder::{RecurrentDecoder, State};
-use lab::{recipe::Recipe, Result};
+use lab::layers::recurrent::{Lstm, LstmDropout};
+use lab::layers::recurrent_decoder::{RecurrentDecoder, State};
+use lab::layers::{HeadKind, HeadSizes};
+use lab::{training::Recipe, Result};
 use rand::rngs::StdRng;
 
 pub(crate) struct Recurrent {
@@ -30,7 +29,7 @@ impl Recurrent {
             source_embedding: candle_nn::embedding(setting.source.len(), embedding, vb.pp("source"))?,
             forwards: encoder("forwards")?,
             backwards: encoder("backwards")?,
-            decoder: RecurrentDecoder::new(setting.target.len(), recipe, "target", vb.clone())?,
+            decoder: RecurrentDecoder::new(recipe.decoder(setting.target.len()), "target", vb.clone())?,
         })
     }
 

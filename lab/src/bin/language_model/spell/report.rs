@@ -1,9 +1,8 @@
 //! The final table and the JSON line.
 
 use super::trie::Mass;
-use lab::head::HeadKind;
-use lab::heads::Outcome;
-use lab::report::{self, number};
+use lab::show::report::{self, number};
+use lab::{layers::HeadKind, training::heads::Outcome};
 use serde_json::{json, Value};
 
 /// These are the measurements of a character LSTM after its training.

@@ -136,3 +136,20 @@ pub(crate) fn place_of_shape(line: &Line) -> usize {
     const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
     SHAPES.iter().position(|shape| line.is("shape", shape)).unwrap_or(SHAPES.len())
 }
+
+/// Returns the shape, with all sizes or with the positions only if they are not the shape's own.
+pub(crate) fn sizes(line: &Line, full: bool) -> Result<String> {
+    let (shape, positions) = (line.text("shape"), need(line, "positions")?);
+    if full {
+        let (components, d) = (need(line, "components")?, need(line, "context")?);
+        let vocab = count(need(line, "vocab")?);
+        let positions = plain(positions);
+        return Ok(format!("{shape} ({positions} positions, K = {components}, d = {d}, V = {vocab})"));
+    }
+    Ok(if shape == "ptb" { shape.into() } else { format!("{shape}, {} positions", plain(positions)) })
+}
+
+/// Returns the header of a table with these columns.
+pub(crate) fn header<'a>(titles: impl Iterator<Item = &'a str>) -> String {
+    format!("| {} |", titles.collect::<Vec<_>>().join(" | ")).replace("|  |", "| |")
+}

@@ -3,16 +3,16 @@
 //!
 //!     cargo run --release -p lab --bin figures
 //!
-//! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`; `tables.rs` lists the names.
+//! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`; `tables.rs` and `tables.json` have
+//! the names.
 //! Tables of time and memory show the processor on which this crate was measured last, and the newest measurement
 //! there; a training step's other processors have a table of their own.
 //!
 //! `tests.rs` fails if a picture or a table is not what this command makes.
 
 mod captions;
-mod codes;
+mod columns;
 mod format;
-mod gpu;
 mod outputs;
 mod papers;
 mod pictures;

@@ -14,6 +14,9 @@ const WIDTH: i32 = 800;
 const ROW: i32 = 27;
 const INK: RGBColor = RGBColor(31, 35, 40);
 const GREY: RGBColor = RGBColor(89, 99, 110);
+/// Where the axes of a chart begin.
+const LEFT: i32 = 70;
+const TOP: i32 = 102;
 const PALE: RGBColor = RGBColor(225, 228, 232);
 /// Some of Okabe and Ito's colours, which colour-blind readers tell apart.
 const BLUE: RGBColor = RGBColor(0, 114, 178);
@@ -40,6 +43,8 @@ const TITLE: Font = Font(18.0, FontStyle::Bold, HPos::Left);
 const HEADING: Font = Font(14.0, FontStyle::Bold, HPos::Left);
 const SMALL: Font = Font(12.0, FontStyle::Normal, HPos::Left);
 const TEXT: Font = Font(13.0, FontStyle::Normal, HPos::Left);
+const RIGHT_ALIGNED: Font = Font(12.0, FontStyle::Normal, HPos::Right);
+const CENTERED: Font = Font(12.0, FontStyle::Normal, HPos::Center);
 
 fn text(area: &Area, text: &str, at: (i32, i32), font: Font, color: RGBColor) -> Result<()> {
     // plotters divides sizes by this.
@@ -47,6 +52,17 @@ fn text(area: &Area, text: &str, at: (i32, i32), font: Font, color: RGBColor) ->
     let style = TextStyle::from(("sans-serif", font.0 * SCALE, font.1).into_font());
     area.draw(&Text::new(text.to_owned(), at, style.color(&color).pos(Pos::new(font.2, VPos::Center))))?;
     Ok(())
+}
+
+fn titles(area: &Area, title: &str, subtitle: &str) -> Result<()> {
+    text(area, title, (20, 26), TITLE, INK)?;
+    text(area, subtitle, (20, 50), TEXT, GREY)
+}
+
+/// Draws a line from the left axis to `right`, and its value beside it.
+fn level(area: &Area, right: i32, y: i32, value: &str) -> Result<()> {
+    area.draw(&PathElement::new([(LEFT, y), (right, y)], PALE))?;
+    text(area, value, (LEFT - 8, y), RIGHT_ALIGNED, GREY)
 }
 
 /// Draws on a white ground of the given height.
@@ -72,8 +88,8 @@ pub(crate) fn step(results: &Results) -> Result<String> {
     let library = all.iter().map(|line| line.text("library")).find(|library| !library.is_empty()).unwrap_or("");
     let height = 84 + panels.len() as i32 * 76 + all.len() as i32 * ROW + 30;
     svg(height, |area| {
-        text(area, "One training step of the output layer: loss and all gradients, f32", (20, 26), TITLE, INK)?;
-        text(area, &format!("on {processor}; {library}; shorter is better"), (20, 50), TEXT, GREY)?;
+        let subtitle = format!("on {processor}; {library}; shorter is better");
+        titles(area, "One training step of the output layer: loss and all gradients, f32", &subtitle)?;
         let mut top = 84;
         let mut gradient = None;
         for (name, lines) in &panels {
@@ -172,9 +188,7 @@ fn implementation(line: &Line) -> String {
 /// Draws the validation NLL of the three heads after each epoch, above the entropy of the language.
 pub(crate) fn curves(results: &Results) -> Result<String> {
     const HEIGHT: i32 = 430;
-    const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 250;
-    const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
     let lines = results.lines_of("curves");
     let entropy = lines.iter().find_map(|line| line.number("entropy_nats")).ok_or("no entropy of the language")?;
@@ -198,22 +212,17 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
     let y = |nll: f64| BOTTOM - (f64::from(BOTTOM - TOP) * (nll - bottom) / (top - bottom)).round() as i32;
 
     svg(HEIGHT, |area| {
-        text(area, "Three output layers at equal size", (20, 26), TITLE, INK)?;
         let vocab = count(need(lines[0], "vocab")?);
         let subtitle = format!("LSTM language model on the built-in language of {vocab} ids, whose entropy is known");
-        text(area, &subtitle, (20, 50), TEXT, GREY)?;
-        for tick in low..=high {
-            let value = f64::from(tick) / 5.0;
-            area.draw(&PathElement::new([(LEFT, y(value)), (RIGHT, y(value))], PALE))?;
-            text(area, &format!("{value:.1}"), (LEFT - 8, y(value)), Font(12.0, FontStyle::Normal, HPos::Right), GREY)?;
+        titles(area, "Three output layers at equal size", &subtitle)?;
+        for value in (low..=high).map(|tick| f64::from(tick) / 5.0) {
+            level(area, RIGHT, y(value), &format!("{value:.1}"))?;
         }
         for epoch in 1..=epochs as i32 {
-            let center = Font(12.0, FontStyle::Normal, HPos::Center);
-            text(area, &epoch.to_string(), (x(f64::from(epoch)), BOTTOM + 16), center, GREY)?;
+            text(area, &epoch.to_string(), (x(f64::from(epoch)), BOTTOM + 16), CENTERED, GREY)?;
         }
         text(area, "validation NLL (nats per position)", (20, TOP - 20), SMALL, GREY)?;
-        let center = Font(12.0, FontStyle::Normal, HPos::Center);
-        text(area, "epoch", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        text(area, "epoch", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
 
         let mut start = LEFT;
         while start < RIGHT {
@@ -263,9 +272,7 @@ fn end_labels(area: &Area, x: i32, y: impl Fn(f64) -> i32, mut ends: Vec<(f64, S
 /// not measured.
 pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     const HEIGHT: i32 = 430;
-    const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 270;
-    const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 76;
     let lines = results.lines_of("memory");
     let Some(first) = lines.first() else { return Ok(None) };
@@ -285,28 +292,20 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     let x = |positions: f64| LEFT + (f64::from(RIGHT - LEFT) * positions / most).round() as i32;
     let y = |gib: f64| BOTTOM - (f64::from(BOTTOM - TOP) * gib / highest).round() as i32;
     let picture = svg(HEIGHT, |area| {
-        text(area, "Memory of a training step of the output layer, f32", (20, 26), TITLE, INK)?;
         let sizes =
             format!("{} over {} ids, d = {}", softmaxes(first)?, count(need(first, "vocab")?), need(first, "context")?);
-        text(
-            area,
-            &format!("{sizes}; beyond parameters and inputs, with the decoder's gradient"),
-            (20, 50),
-            TEXT,
-            GREY,
-        )?;
+        let subtitle = format!("{sizes}; beyond parameters and inputs, with the decoder's gradient");
+        titles(area, "Memory of a training step of the output layer, f32", &subtitle)?;
         text(area, "GiB", (20, TOP - 20), SMALL, GREY)?;
-        let [right, center] = [HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side));
         let step = (highest / 6.0).ceil().max(1.0);
         for tick in (0..).map(|i| f64::from(i) * step).take_while(|gib| *gib <= highest) {
-            area.draw(&PathElement::new([(LEFT, y(tick)), (RIGHT, y(tick))], PALE))?;
-            text(area, &format!("{tick}"), (LEFT - 8, y(tick)), right, GREY)?;
+            level(area, RIGHT, y(tick), &format!("{tick}"))?;
         }
         // There is no room for the numbers of fewer.
         for (positions, _) in curves[0].1.iter().filter(|(positions, _)| 8.0 * positions >= most) {
-            text(area, &count(*positions), (x(*positions), BOTTOM + 16), center, GREY)?;
+            text(area, &count(*positions), (x(*positions), BOTTOM + 16), CENTERED, GREY)?;
         }
-        text(area, "positions", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        text(area, "positions", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
         let mut ends = vec![];
         for (i, (name, points)) in curves.iter().enumerate() {
             let color = if i == 0 { BLUE } else { OTHERS };
@@ -329,9 +328,7 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
 /// was. The axes hold every evaluation.
 pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
     const HEIGHT: i32 = 500;
-    const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 296;
-    const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 76;
     let (systems, used) = runs::equal_time(results)?;
     if systems.is_empty() {
@@ -346,23 +343,20 @@ pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
     let x = |minutes: f64| LEFT + 8 + (f64::from(RIGHT - LEFT - 16) * part(minutes, first, last)).round() as i32;
     let y = |value: f64| BOTTOM - (f64::from(BOTTOM - TOP) * part(value, lowest, highest)).round() as i32;
     let picture = svg(HEIGHT, |area| {
-        text(area, "Equal time on Penn Treebank", (20, 26), TITLE, INK)?;
         let subtitle = "About 5 million parameters each; minutes of one core: steps done times the seconds of a step";
-        text(area, subtitle, (20, 50), TEXT, GREY)?;
+        titles(area, "Equal time on Penn Treebank", subtitle)?;
         text(area, "validation perplexity", (20, TOP - 20), SMALL, GREY)?;
         text(area, &format!("at {longest} minutes (MoS: mixture of softmaxes)"), (RIGHT + 12, TOP - 20), SMALL, GREY)?;
-        let [right, center] = [HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side));
         let values = [100.0, 125.0, 150.0, 200.0, 250.0, 300.0, 400.0, 500.0, 600.0, 800.0, 1000.0];
         for value in values.into_iter().filter(|value| (lowest..=highest).contains(value)) {
-            area.draw(&PathElement::new([(LEFT, y(value)), (RIGHT, y(value))], PALE))?;
-            text(area, &format!("{value}"), (LEFT - 8, y(value)), right, GREY)?;
+            level(area, RIGHT, y(value), &format!("{value}"))?;
         }
         for minutes in [1.0, 2.0, 5.0, 10.0, 20.0, 40.0].into_iter().filter(|minutes| (first..=last).contains(minutes))
         {
             area.draw(&PathElement::new([(x(minutes), TOP), (x(minutes), BOTTOM)], PALE))?;
-            text(area, &format!("{minutes}"), (x(minutes), BOTTOM + 16), center, GREY)?;
+            text(area, &format!("{minutes}"), (x(minutes), BOTTOM + 16), CENTERED, GREY)?;
         }
-        text(area, "minutes", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        text(area, "minutes", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
         let mut ends = vec![];
         for system in &systems {
             let color = SYSTEMS.iter().find(|(name, _)| *name == system.system).map_or(INK, |(_, color)| *color);
@@ -396,9 +390,7 @@ fn part(number: f64, low: f64, high: f64) -> f64 {
 /// that are measured first.
 pub(crate) fn rank(results: &Results) -> Result<String> {
     const HEIGHT: i32 = 400;
-    const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 260;
-    const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
     let mut lines = results.lines_of("bottleneck");
     let shape = lines.first().map_or("", |line| line.text("shape"));
@@ -410,19 +402,17 @@ pub(crate) fn rank(results: &Results) -> Result<String> {
     let x = |part: f64| LEFT + (f64::from(RIGHT - LEFT) * part).round() as i32;
     let y = |percent: f64| BOTTOM - (f64::from(BOTTOM - TOP) * percent / 100.0).round() as i32;
     svg(HEIGHT, |area| {
-        text(area, "Singular values of the log-probabilities", (20, 26), TITLE, INK)?;
-        text(area, &format!("{shape}: {contexts} contexts, {vocab} ids"), (20, 50), TEXT, GREY)?;
+        let subtitle = format!("{shape}: {contexts} contexts, {vocab} ids");
+        titles(area, "Singular values of the log-probabilities", &subtitle)?;
         text(area, "singular values below, %", (20, TOP - 20), SMALL, GREY)?;
-        let (right, center) = ([HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side))).into();
         for percent in [0.0, 25.0, 50.0, 75.0, 100.0] {
-            area.draw(&PathElement::new([(LEFT, y(percent)), (RIGHT, y(percent))], PALE))?;
-            text(area, &format!("{percent}"), (LEFT - 8, y(percent)), right, GREY)?;
+            level(area, RIGHT, y(percent), &format!("{percent}"))?;
         }
         for decade in [16, 12, 8, 4, 0] {
             let label = if decade == 0 { "1".into() } else { format!("1e-{decade}") };
-            text(area, &label, (x(1.0 - f64::from(decade) / 16.0), BOTTOM + 16), center, GREY)?;
+            text(area, &label, (x(1.0 - f64::from(decade) / 16.0), BOTTOM + 16), CENTERED, GREY)?;
         }
-        text(area, "singular value / the largest one", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        text(area, "singular value / the largest one", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
         for (i, line) in lines.iter().enumerate() {
             let color = HEADS.iter().find(|(head, _)| line.is("head", head)).map_or(INK, |(_, color)| *color);
             let percents = line.numbers("singular_values_below_percent");

@@ -57,23 +57,17 @@ fn epochs(line: &Line) -> usize {
         .map_or(evaluation_count(VALIDATION).max(evaluation_count(BITS)), |[epoch, ..]| epoch.round() as usize)
 }
 
-pub(crate) fn built_in_language(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation NLL | nats above the entropy |";
-    by_head(results, "built-in-language", header, |line| {
-        let nll = need(line, "valid_nll")?;
-        Ok(vec![count(need(line, "parameters")?), format!("{nll:.4}"), format!("{:.3}", above_entropy(line)?)])
-    })
-}
-
 /// Makes the table of means over the seeds. The slowdown is the time of a step over the softmax's, each in its fastest
 /// run.
 pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
     let header =
         "| head | learning rate | dropout | contexts | validation perplexity, by epoch | at the end | slowdown |";
     let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
-    let softmax = results.lines_of("penn-treebank").first().map_or(0.0, |line| speed(line));
-    by_head(results, "penn-treebank", header, |line| {
+    let lines = results.lines_of("penn-treebank");
+    let softmax = lines.first().map_or(0.0, |line| speed(line));
+    let row = |line: &&Line| {
         Ok(vec![
+            head_with_components(line),
             need(line, "lr")?.to_string(),
             need(line, "dropout")?.to_string(),
             if line.is("head", "softmax") { String::new() } else { line.text("activation").into() },
@@ -81,19 +75,9 @@ pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
             spread(line, "valid_perplexity", 1)?,
             format!("{:.1}", softmax / speed(line)),
         ])
-    })
-}
-
-/// Makes the table of every head by the paper's recipe, and what adapting the trained model gains.
-pub(crate) fn recipe(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation perplexity, by epoch | dynamic evaluation | cache | both |";
-    by_head(results, "recipe", header, |line| {
-        let mut row = vec![count(need(line, "parameters")?), each(line, VALIDATION, perplexity)];
-        for key in ["dynamic_perplexity", "cache_perplexity", "dynamic_cache_perplexity"] {
-            row.push(perplexity(need(line, key)?));
-        }
-        Ok(row)
-    })
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown(header, rows) + &source(&lines, false))
 }
 
 /// Makes the table of the paper's recipe without one of its parts, after the recipe itself.
@@ -199,32 +183,6 @@ pub(crate) fn bottleneck(results: &Results) -> Result<String> {
         ]);
     }
     let header = "| | head | d | rank | pairwise KL, nats | priors | posteriors | perplexity | at rank d + 2 |";
-    Ok(markdown(header, rows) + &source(&lines, false))
-}
-
-pub(crate) fn characters(results: &Results) -> Result<String> {
-    let header = "| head | LSTM units | parameters | validation BPC, epochs 1 to 3 | test BPC | CPU minutes |";
-    by_head(results, "characters", header, |line| {
-        Ok(vec![
-            count(need(line, "units")?),
-            count(need(line, "parameters")?),
-            each(line, BITS, |bits| format!("{bits:.3}")),
-            format!("{:.3}", need(line, "test_bits_per_character")?),
-            short(need(line, "cpu_minutes")?),
-        ])
-    })
-}
-
-/// Returns a table with one row per line, which starts with the head.
-fn by_head(
-    results: &Results,
-    figure: &str,
-    header: &str,
-    cells: impl Fn(&Line) -> Result<Vec<String>>,
-) -> Result<String> {
-    let lines = results.lines_of(figure);
-    let row = |line: &&Line| Ok([vec![head_with_components(line)], cells(line)?].concat());
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 

@@ -140,18 +140,3 @@ pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
     let header = "| system | parameters | seconds a step | 10 minutes | 20 minutes | 40 minutes |";
     Ok(markdown(header, rows) + &source(&used, true))
 }
-
-/// Makes the table of the seconds of a step of the papers' models.
-pub(crate) fn preset_seconds(results: &Results) -> Result<String> {
-    let lines = results.lines_of("preset-seconds");
-    if lines.is_empty() {
-        return Ok(UNMEASURED.into());
-    }
-    let row = |line: &&Line| {
-        let positions = need(line, "positions")?;
-        let seconds = need(line, "seconds")?;
-        Ok(vec![format!("`{}`", line.text("preset")), count(positions), digits(seconds), count(positions / seconds)])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| preset | positions a step | seconds a step | positions per second |", rows) + &source(&lines, true))
-}

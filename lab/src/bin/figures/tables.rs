@@ -2,7 +2,7 @@
 
 use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::{captions, codes, gpu, papers::papers, quality, runs, vocabularies};
+use crate::{captions, columns, papers::papers, quality, runs, vocabularies};
 
 type Generator = fn(&Results) -> Result<String>;
 
@@ -19,42 +19,28 @@ const SWITCHBOARD: [(&str, &str); 9] = [
     ("distinct", "distinct replies, %"),
 ];
 
-/// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 50] = [
+/// The tables that are more than columns, by the name in the marker.
+pub(crate) const TABLES: [(&str, Generator); 35] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
     ("examples", quality::examples),
     ("steps", steps),
-    ("gpu-steps", gpu::steps),
-    ("gpu-chunks", gpu::chunks),
     ("steps-elsewhere", steps_elsewhere),
     ("dtypes", dtypes),
-    ("without-gradients", without_gradients),
-    ("instruction-sets", instruction_sets),
-    ("positions", positions),
     ("confident", confident),
-    ("budget", budget),
     ("language-model", language_model),
-    ("fine-tune", fine_tune),
     ("decoding-all", decoding_all),
     ("decoding-heads", decoding_heads),
     ("penn-treebank-trials", |results| quality::trials(results, "penn-treebank-trials")),
     ("penn-treebank", quality::penn_treebank),
-    ("recipe", quality::recipe),
     ("regularisers", quality::regularisers),
     ("outputs", quality::outputs),
-    ("output-steps", output_steps),
-    ("codes", codes::codes),
-    ("fast-mos", codes::fast_mos),
-    ("assignment", codes::assignment),
-    ("built-in-language", quality::built_in_language),
     ("translation-trials", |results| quality::trials(results, "translation-trials")),
     ("dialogue-trials", |results| quality::trials(results, "dialogue-trials")),
     ("built-in-trials", |results| quality::trials(results, "built-in-trials")),
     ("initial-values", quality::initial_values),
     ("bottleneck", quality::bottleneck),
-    ("characters", quality::characters),
     ("ptb-small-trials", |results| runs::trials(results, "ptb-small-trials")),
     ("ptb-small", |results| runs::finals(results, "ptb-small", &[])),
     ("multi30k-trials", |results| runs::trials(results, "multi30k-trials")),
@@ -67,11 +53,22 @@ pub(crate) const TABLES: [(&str, Generator); 50] = [
     ("captions", captions::captions),
     ("multi30k-vocabularies", vocabularies::vocabularies),
     ("multi30k-equal-time", vocabularies::equal_time),
-    ("preset-seconds", runs::preset_seconds),
     ("papers-mos", |results| papers(results, "mos")),
     ("papers-fast", |results| papers(results, "fast")),
     ("papers-limits", |results| papers(results, "limits")),
 ];
+
+/// Makes the table of this name.
+pub(crate) fn make(name: &str, results: &Results) -> Result<String> {
+    let table = match TABLES.iter().find(|(known, _)| *known == name) {
+        Some((_, table)) => table(results),
+        None => match columns::tables()?.iter().find(|table| table["table"] == name) {
+            Some(table) => columns::table(table, results),
+            None => return Err(format!("no table named {name}").into()),
+        },
+    };
+    table.map_err(|error| format!("table {name}: {error}").into())
+}
 
 /// Returns `text` with every table between markers made anew.
 pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
@@ -82,8 +79,7 @@ pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
         output.push('\n');
         let name = line.strip_prefix("<!-- figures: ").and_then(|rest| rest.strip_suffix(" -->"));
         let Some(name) = name else { continue };
-        let (_, table) = TABLES.iter().find(|(known, _)| *known == name).ok_or(format!("no table named {name}"))?;
-        let table = table(results).map_err(|error| format!("table {name}: {error}"))?;
+        let table = make(name, results)?;
         lines.find(|line| *line == "<!-- /figures -->").ok_or(format!("no end of table {name}"))?;
         output += &format!("{table}<!-- /figures -->\n");
     }
@@ -195,18 +191,6 @@ fn steps_elsewhere(results: &Results) -> Result<String> {
     Ok(markdown("| processor | shape | implementation | step | extra |", rows) + &source(&lines, false))
 }
 
-/// Makes the table of training steps over cheaper vocabularies.
-fn output_steps(results: &Results) -> Result<String> {
-    let lines = results.lines_of("output-step");
-    let row = |line: &&Line| {
-        let sizes = line.text("shape").to_owned();
-        let memory = line.number("extra_mib").map_or_else(String::new, |mib| count(mib) + " MiB");
-        Ok(vec![sizes, line.text("implementation").into(), digits(need(line, "seconds")?) + " s", memory])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| | implementation | step | extra |", rows) + &source(&lines, true))
-}
-
 fn dtypes(results: &Results) -> Result<String> {
     let lines = results.lines_of("dtypes");
     let row = |line: &&Line| {
@@ -251,25 +235,6 @@ fn confident(results: &Results) -> Result<String> {
     Ok(markdown("| mixture with gradients, 84 positions of ptb | time | of plain |", rows) + &source(&lines, true))
 }
 
-/// Makes the table of chunks of fewer rows than by default.
-fn budget(results: &Results) -> Result<String> {
-    let lines = results.lines_of("budget");
-    if lines.is_empty() {
-        return Ok(UNMEASURED.into());
-    }
-    let row = |line: &&Line| {
-        Ok(vec![
-            format!("{}, {} positions", line.text("shape"), count(need(line, "positions")?)),
-            plain(need(line, "chunk_rows")?),
-            format!("{:.0} MiB", need(line, "workspace_mib")?),
-            format!("{:.0} MiB", need(line, "extra_mib")?),
-            digits(need(line, "seconds")?) + " s",
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| shape | rows of a chunk, at most | workspace | extra | step |", rows) + &source(&lines, true))
-}
-
 /// Makes the table of the positions per second of a whole language model.
 fn language_model(results: &Results) -> Result<String> {
     const IMPLEMENTATIONS: [&str; 3] = ["mos-head", "PyTorch, eager", "PyTorch, torch.compile"];
@@ -289,67 +254,6 @@ fn language_model(results: &Results) -> Result<String> {
     let rows = ours().map(row).collect::<Result<_>>()?;
     let header = format!("| {} | {} |", first.text("shape"), IMPLEMENTATIONS.join(" | "));
     Ok(markdown(&header, rows) + &source(&lines, true))
-}
-
-fn without_gradients(results: &Results) -> Result<String> {
-    let lines = results.lines_of("without-gradients");
-    let row = |line: &&Line| {
-        Ok(vec![
-            sizes(line, false)?,
-            digits(need(line, "seconds")?) + " s",
-            format!("{:.0} MiB", need(line, "extra_mib")?),
-            digits(need(line, "mixture_seconds")?) + " s",
-            digits(need(line, "product_seconds")?) + " s",
-            format!("{:.2}", need(line, "mixture_over_product")?),
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| shape | step | extra | mixture | one product | ratio |", rows) + &source(&lines, true))
-}
-
-fn instruction_sets(results: &Results) -> Result<String> {
-    let lines = results.lines_of("instruction-sets");
-    let row = |line: &&Line| {
-        Ok(vec![
-            line.text("row_kernels").into(),
-            digits(need(line, "mixture_seconds")?) + " s",
-            digits(need(line, "products_seconds")?) + " s",
-            format!("{:.2}", need(line, "mixture_over_products")?),
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| kernels | mixture | products | ratio |", rows) + &source(&lines, true))
-}
-
-fn positions(results: &Results) -> Result<String> {
-    let lines = results.lines_of("positions");
-    let row = |line: &&Line| {
-        Ok(vec![
-            count(need(line, "positions")?) + " positions",
-            short(need(line, "workspace_mib")?) + " MiB",
-            format!("{:.0} MiB", need(line, "extra_mib")?),
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| ptb with | workspace | extra |", rows) + &source(&lines, true))
-}
-
-/// Makes the table of a whole model with each output layer.
-fn fine_tune(results: &Results) -> Result<String> {
-    let lines = results.lines_of("fine-tune");
-    if lines.is_empty() {
-        return Ok(UNMEASURED.into());
-    }
-    let row = |line: &&Line| {
-        Ok(vec![
-            format!("`{}`", line.text("output")),
-            count(need(line, "trained")?),
-            digits(need(line, "seconds")?) + " s",
-            format!("{:.0} MiB", need(line, "peak_mib")?),
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| `--output` | parameters that are trained | a step | peak memory |", rows) + &source(&lines, true))
 }
 
 /// Makes the table of the ten most probable ids after one position.
@@ -440,16 +344,4 @@ fn label(line: &Line) -> String {
 
 fn sizes_key(line: &Line) -> (&str, Option<f64>) {
     (line.text("shape"), line.number("positions"))
-}
-
-/// Returns the shape, with all sizes or with the positions only if they are not the shape's own.
-fn sizes(line: &Line, full: bool) -> Result<String> {
-    let (shape, positions) = (line.text("shape"), need(line, "positions")?);
-    if full {
-        let (components, d) = (need(line, "components")?, need(line, "context")?);
-        let vocab = count(need(line, "vocab")?);
-        let positions = plain(positions);
-        return Ok(format!("{shape} ({positions} positions, K = {components}, d = {d}, V = {vocab})"));
-    }
-    Ok(if shape == "ptb" { shape.into() } else { format!("{shape}, {} positions", plain(positions)) })
 }

@@ -143,6 +143,7 @@ mod tests {
     use candle_core::{DType, Device};
     use candle_nn::rnn::{LSTMConfig, RNN};
     use candle_nn::VarMap;
+    use clap::ValueEnum;
     use rand::{Rng, SeedableRng};
 
     #[test]
@@ -152,7 +153,7 @@ mod tests {
             compare(&Device::Cpu, DType::F32, sizes, 1e-5);
         }
         compare(&Device::Cpu, DType::F64, [3, 5, 4, 6], 1e-12);
-        for device in DeviceKind::gpus() {
+        for device in DeviceKind::value_variants().iter().filter_map(|kind| kind.open().ok()) {
             compare(&device, DType::F32, [3, 5, 4, 6], 1e-3);
         }
     }

@@ -28,11 +28,6 @@ impl DeviceKind {
         keep_pool(&device, true);
         Ok(device)
     }
-
-    /// Returns the available GPUs of this build.
-    pub fn gpus() -> Vec<Device> {
-        [DeviceKind::Cuda, DeviceKind::Metal].into_iter().filter_map(|kind| kind.open().ok()).collect()
-    }
 }
 
 fn gpu(

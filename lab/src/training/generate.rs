@@ -64,14 +64,13 @@ pub fn generate(
 mod tests {
     use super::*;
     use crate::layers::HeadKind;
-    use crate::training::{InitialValues, Recipe, Sizes};
+    use crate::training::{InitialValues, Recipe};
     use candle_core::Device;
 
     #[test]
     fn a_seed_fixes_the_text() {
         let recipe = Recipe { hidden: 4, embedding: Some(3), context: Some(5), ..Recipe::BASE };
-        let (sizes, values) = (Sizes::new(HeadKind::Mos, &recipe, 11), InitialValues::Even);
-        let model = LanguageModel::new(HeadKind::Mos, sizes, values, &recipe, &Device::Cpu).expect("valid sizes");
+        let model = LanguageModel::new(HeadKind::Mos, 11, InitialValues::Even, &recipe, &Device::Cpu).expect("valid");
         let flags = SamplingFlags { temperature: 0.9, top_k: Some(7), top_p: 0.95 };
         let text = |seed| generate(&model, 1, 20, &mut flags.sampler(seed).expect("in range"), None).expect("samples");
         assert_eq!(text(1).len(), 20);

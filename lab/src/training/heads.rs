@@ -226,8 +226,8 @@ mod tests {
             let lr = if kind == HeadKind::Moc { 1e30 } else { 0.1 };
             let optimizer = OptimizerKind::Sgd;
             let recipe = Recipe { hidden: 4, context: Some(3), clip: 0.0, epochs: 2, lr, optimizer, ..Recipe::BASE };
-            let (sizes, values) = (Sizes::new(kind, &recipe, 7), InitialValues::Even);
-            Session::new(kind, LanguageModel::new(kind, sizes, values, &recipe, &Device::Cpu)?, data.clone(), &recipe)
+            let model = LanguageModel::new(kind, 7, InitialValues::Even, &recipe, &Device::Cpu)?;
+            Session::new(kind, model, data.clone(), &recipe)
         };
         let rows = train(&flags, &Device::Cpu, build, |session| session.valid_nll()).expect("divergence is no error");
         let rows = rows.expect("no leg");

@@ -35,9 +35,9 @@ pub struct LanguageModel {
 }
 
 impl LanguageModel {
-    /// Returns a model with new variables.
-    pub fn new(kind: HeadKind, sizes: Sizes, values: InitialValues, recipe: &Recipe, device: &Device) -> Result<Self> {
-        Self::with_entries(kind, sizes, values, recipe, &Entries::default(), device)
+    /// Returns a model of `vocab` token ids with new variables.
+    pub fn new(kind: HeadKind, vocab: usize, values: InitialValues, recipe: &Recipe, device: &Device) -> Result<Self> {
+        Self::with_entries(kind, Sizes::new(kind, recipe, vocab), values, recipe, &Entries::default(), device)
     }
 
     /// Returns a model whose output may depend on the entries of the vocabulary.
@@ -108,7 +108,7 @@ impl LanguageModel {
         }
         let awd = Awd { inner: checkpoint.optional("inner")?, tied: checkpoint.optional("tied")?, ..Awd::NONE };
         let recipe = Recipe { awd, ..Recipe::from_checkpoint(kind, checkpoint)? };
-        let model = Self::new(kind, Sizes::new(kind, &recipe, vocab), InitialValues::Small, &recipe, device)?;
+        let model = Self::new(kind, vocab, InitialValues::Small, &recipe, device)?;
         checkpoint.restore_variables(model.varmap())?;
         Ok((kind, model))
     }
@@ -312,16 +312,15 @@ mod tests {
         Recipe { components, hidden: 4, embedding: Some(3), context: Some(5), ..Recipe::BASE }
     }
 
-    fn model(kind: HeadKind, sizes: Sizes, seed: u64) -> LanguageModel {
-        let recipe = Recipe { seed, ..Recipe::BASE };
-        LanguageModel::new(kind, sizes, InitialValues::Small, &recipe, &Device::Cpu).expect("valid sizes")
+    fn model(kind: HeadKind, vocab: usize, recipe: Recipe) -> LanguageModel {
+        LanguageModel::new(kind, vocab, InitialValues::Small, &recipe, &Device::Cpu).expect("valid sizes")
     }
 
     #[test]
     fn the_heads_have_equal_parameter_counts_within_one_percent() {
         for (vocab, embedding, hidden, components) in [(512, 32, 6, 8), (10_000, 220, 220, 5), (10_000, 220, 220, 15)] {
             let recipe = Recipe { hidden, components, embedding: Some(embedding), ..Recipe::BASE };
-            let parameters = |kind| model(kind, Sizes::new(kind, &recipe, vocab), 0).parameters() as f64;
+            let parameters = |kind| model(kind, vocab, recipe).parameters() as f64;
             for kind in [HeadKind::Moc, HeadKind::Mos] {
                 let ratio = parameters(kind) / parameters(HeadKind::Softmax);
                 assert!((ratio - 1.0).abs() < 0.01, "{kind:?} {recipe:?}: {ratio}");
@@ -332,9 +331,10 @@ mod tests {
     #[test]
     fn sizes_know_the_number_of_parameters() {
         for (kind, layers) in [(HeadKind::Softmax, 1), (HeadKind::Moc, 2), (HeadKind::Mos, 3)] {
-            let sizes = Sizes::new(kind, &Recipe { layers, ..recipe(2) }, 11);
+            let recipe = Recipe { layers, ..recipe(2) };
+            let sizes = Sizes::new(kind, &recipe, 11);
             let parameters = sizes.parameters(kind);
-            assert_eq!(model(kind, sizes, 0).parameters(), parameters, "{kind:?}");
+            assert_eq!(model(kind, 11, recipe).parameters(), parameters, "{kind:?}");
             for parameters in parameters - 1..=parameters + 1 {
                 assert_eq!(sizes.with_parameters(kind, parameters), sizes);
             }
@@ -344,7 +344,7 @@ mod tests {
     #[test]
     fn a_seed_fixes_the_initial_values() {
         let sum = |seed| -> f32 {
-            let model = model(HeadKind::Mos, Sizes::new(HeadKind::Mos, &recipe(2), 11), seed);
+            let model = model(HeadKind::Mos, 11, Recipe { seed, ..recipe(2) });
             let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).expect("ids");
             let hidden = model.hidden(&ids, &mut model.state(1).expect("state")).expect("hidden");
             hidden.sum_all().and_then(|sum| sum.to_scalar()).expect("sum")
@@ -356,7 +356,7 @@ mod tests {
     #[test]
     fn a_bias_at_frequencies_is_a_unigram_model() {
         for kind in HeadKind::ALL {
-            let model = model(kind, Sizes::new(kind, &recipe(2), 5), 1);
+            let model = model(kind, 5, recipe(2));
             model.start_at_frequencies(&[0, 0, 3, 1, 3]).expect("every head has a bias");
             let bias = init::sorted(model.varmap()).into_iter().find(|(name, _)| name == "head.decoder.bias");
             let frequencies = bias.expect("found").1.exp().unwrap().to_vec1::<f32>().unwrap();
@@ -368,9 +368,7 @@ mod tests {
 
     /// Computes the hidden states, before and after dropout, of some ids with the embedding's mask of this seed.
     fn outputs(awd: Awd, seed: Option<u64>) -> Outputs {
-        let recipe = Recipe { awd, ..recipe(2) };
-        let sizes = Sizes::new(HeadKind::Mos, &recipe, 50);
-        let model = LanguageModel::new(HeadKind::Mos, sizes, InitialValues::Even, &recipe, &Device::Cpu).unwrap();
+        let model = model(HeadKind::Mos, 50, Recipe { awd, ..recipe(2) });
         let ids: Vec<u32> = (0..50).chain(0..50).collect();
         let ids = Tensor::from_vec(ids, (2, 50), &Device::Cpu).unwrap();
         let mut rng = seed.map(StdRng::seed_from_u64);
@@ -392,11 +390,7 @@ mod tests {
     fn penalties_are_those_of_the_papers() {
         let awd = Awd { output_dropout: Some(0.5), ar: Some(2.0), ..Awd::NONE };
         let recipe = Recipe { awd: Awd { tar: Some(3.0), ..awd }, ..recipe(2) };
-        let model = |awd| {
-            let recipe = Recipe { awd, ..recipe };
-            let sizes = Sizes::new(HeadKind::Mos, &recipe, 50);
-            LanguageModel::new(HeadKind::Mos, sizes, InitialValues::Even, &recipe, &Device::Cpu).unwrap()
-        };
+        let model = |awd| model(HeadKind::Mos, 50, Recipe { awd, ..recipe });
         let outputs = outputs(awd, Some(1));
         let (raw, dropped) = (outputs.raw.to_vec3::<f32>().unwrap(), outputs.dropped.to_vec3::<f32>().unwrap());
         let mean = |values: Vec<f64>| values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64;
@@ -417,8 +411,7 @@ mod tests {
     fn a_tied_decoder_is_the_embedding() {
         for kind in HeadKind::ALL {
             let recipe = Recipe { awd: Awd { tied: Some(true), inner: Some(6), ..Awd::NONE }, layers: 2, ..recipe(2) };
-            let sizes = Sizes::new(kind, &recipe, 11);
-            let model = LanguageModel::new(kind, sizes, InitialValues::Even, &recipe, &Device::Cpu).unwrap();
+            let (sizes, model) = (Sizes::new(kind, &recipe, 11), model(kind, 11, recipe));
             let names: Vec<String> = init::sorted(model.varmap()).into_iter().map(|(name, _)| name).collect();
             assert!(!names.iter().any(|name| name == "head.decoder.weight"), "{names:?}");
             assert_eq!(model.parameters(), sizes.parameters(kind), "{kind:?}");

@@ -2,8 +2,7 @@
 //! the cells where it expects them, in turn (Li et al., NIPS 2016; Kong et al., AAAI 2019).
 
 use super::model::{Model, Pass};
-use super::sizes::{InitialValues, Sizes};
-use super::{language_model::LanguageModel, recipe::Recipe, session::Session};
+use super::{language_model::LanguageModel, recipe::Recipe, session::Session, sizes::InitialValues};
 use crate::data::{insert_table, load_table, Coding, Data, Digest};
 use crate::layers::{Checkpoint, HeadKind};
 use crate::{show::progress, Result};
@@ -75,9 +74,7 @@ pub(crate) fn learn(
 
 /// Returns a model of these codes, with these variables if any are given.
 fn model(coding: &Coding, variables: Option<&Checkpoint>, recipe: &Recipe, device: &Device) -> Result<LanguageModel> {
-    let kind = HeadKind::Softmax;
-    let sizes = Sizes::new(kind, recipe, coding.names().len());
-    let model = LanguageModel::new(kind, sizes, InitialValues::Small, recipe, device)?;
+    let model = LanguageModel::new(HeadKind::Softmax, coding.names().len(), InitialValues::Small, recipe, device)?;
     if let Some(variables) = variables {
         variables.restore_variables(model.varmap())?;
     }
@@ -227,8 +224,7 @@ mod tests {
         let (data, vocabulary, table) = words();
         let recipe = Recipe { hidden: 12, batch: 4, bptt: 8, ..Recipe::BASE };
         let coding = Coding::from_table(&table, &vocabulary).expect("fits");
-        let sizes = Sizes::new(HeadKind::Softmax, &recipe, coding.names().len());
-        let model = LanguageModel::new(HeadKind::Softmax, sizes, InitialValues::Small, &recipe, &Device::Cpu).unwrap();
+        let model = model(&coding, None, &recipe, &Device::Cpu).unwrap();
         let costs = costs(&model, &coding, &data.train, &recipe).expect("costs").total(&table).expect("its table");
         // The costs leave out words with a code of their own, and the first word, which is an input only.
         let session = Session::new(HeadKind::Softmax, model, coding.data(&data), &recipe).expect("valid sizes");

@@ -22,6 +22,7 @@ mod report;
 
 use args::{sizes, Args};
 use corpus::Corpus;
+use lab::layers::Entries;
 use lab::training::{generate, heads, InitialValues, LanguageModel, Recipe, Session};
 use lab::{show::plot::Axes, Result};
 use std::process::ExitCode;
@@ -48,7 +49,8 @@ fn run(args: &Args) -> Result<()> {
     let recipe = args.recipe(vocab);
     let build = |kind, recipe: &Recipe| {
         let sizes = sizes(recipe, kind, vocab);
-        let model = LanguageModel::new(kind, sizes, InitialValues::Even, recipe, &device)?;
+        let model =
+            LanguageModel::with_entries(kind, sizes, InitialValues::Even, recipe, &Entries::default(), &device)?;
         Session::new(kind, model, data.clone(), recipe)
     };
     if let Some(trials) = args.common.search {
@@ -92,7 +94,8 @@ mod tests {
         let (vocab, device) = (corpus.alphabet.len(), candle_core::Device::Cpu);
         let recipe = args.recipe(vocab);
         for kind in args.common.heads() {
-            let model = LanguageModel::new(kind, sizes(&recipe, kind, vocab), InitialValues::Even, &recipe, &device);
+            let (sizes, values) = (sizes(&recipe, kind, vocab), InitialValues::Even);
+            let model = LanguageModel::with_entries(kind, sizes, values, &recipe, &Entries::default(), &device);
             let model = model.expect("valid sizes");
             let mut session = Session::new(kind, model, corpus.data.clone(), &recipe).expect("valid sizes");
             let before = session.evaluate(&corpus.test).expect("evaluates");

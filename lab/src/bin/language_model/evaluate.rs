@@ -167,12 +167,12 @@ pub(crate) fn perplexity(nlls: &[f64]) -> f64 {
 mod tests {
     use super::*;
     use lab::layers::{init::sorted, HeadKind};
-    use lab::training::{Awd, InitialValues, Recipe, Sizes};
+    use lab::training::{Awd, InitialValues, Recipe};
 
     fn model(kind: HeadKind) -> LanguageModel {
         let awd = Awd { tied: Some(true), weight_dropout: Some(0.5), ..Awd::NONE };
         let recipe = Recipe { hidden: 6, components: 2, context: Some(6), dropout: 0.3, awd, ..Recipe::BASE };
-        LanguageModel::new(kind, Sizes::new(kind, &recipe, 23), InitialValues::Even, &recipe, &Device::Cpu).unwrap()
+        LanguageModel::new(kind, 23, InitialValues::Even, &recipe, &Device::Cpu).unwrap()
     }
 
     fn text() -> Vec<u32> {

@@ -2,7 +2,7 @@ use super::super::recipe::Recipe;
 use super::*;
 use crate::data::Data;
 use crate::layers::{Checkpoint, HeadKind};
-use crate::training::{Awd, InitialValues, LanguageModel, Leg, OptimizerKind, Session, Sizes};
+use crate::training::{Awd, InitialValues, LanguageModel, Leg, OptimizerKind, Session};
 use candle_core::Device;
 use std::time::Instant;
 
@@ -21,8 +21,7 @@ fn session(recipe: &Recipe, ranks: &Ranks) -> Session<LanguageModel> {
     // The squares modulo 23: the next id depends on the last two.
     let text = |targets: u32| (0..=targets).map(|i| i * i % 23).collect();
     let data = Data::new("squares".into(), ["a", "b"], text(999), text(111));
-    let sizes = Sizes::new(HeadKind::Mos, recipe, 23);
-    let model = LanguageModel::new(HeadKind::Mos, sizes, InitialValues::Small, recipe, &Device::Cpu).unwrap();
+    let model = LanguageModel::new(HeadKind::Mos, 23, InitialValues::Small, recipe, &Device::Cpu).unwrap();
     Session::new(HeadKind::Mos, model, data, recipe).unwrap().with_ranks(ranks)
 }
 

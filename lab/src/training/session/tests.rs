@@ -1,5 +1,5 @@
 use super::*;
-use crate::training::{Awd, InitialValues, LanguageModel, Sizes};
+use crate::training::{Awd, InitialValues, LanguageModel};
 use candle_core::Device;
 use std::path::PathBuf;
 
@@ -31,8 +31,8 @@ fn session(epochs: usize, optimizer: OptimizerKind, components: usize) -> Sessio
 }
 
 fn with_recipe(recipe: Recipe) -> Session<LanguageModel> {
-    let (sizes, values) = (Sizes::new(HeadKind::Mos, &recipe, 23), InitialValues::Small);
-    let model = LanguageModel::new(HeadKind::Mos, sizes, values, &recipe, &Device::Cpu).expect("valid sizes");
+    let model =
+        LanguageModel::new(HeadKind::Mos, 23, InitialValues::Small, &recipe, &Device::Cpu).expect("valid sizes");
     Session::new(HeadKind::Mos, model, data(999), &recipe).expect("valid sizes")
 }
 
@@ -267,13 +267,7 @@ fn finetuning_leaves_a_model_that_is_better_than_it_gets() {
 #[test]
 fn averaging_needs_sgd() {
     for recipe in [Recipe { finetune: true, ..Recipe::BASE }, Recipe { awd: regularized(1).awd, ..Recipe::BASE }] {
-        let model = LanguageModel::new(
-            HeadKind::Softmax,
-            Sizes::new(HeadKind::Softmax, &recipe, 23),
-            InitialValues::Small,
-            &recipe,
-            &Device::Cpu,
-        );
+        let model = LanguageModel::new(HeadKind::Softmax, 23, InitialValues::Small, &recipe, &Device::Cpu);
         let session = Session::new(HeadKind::Softmax, model.expect("valid sizes"), data(99), &recipe);
         assert!(session.err().expect("Adam").to_string().contains("--optimizer sgd"));
     }

@@ -119,7 +119,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::sources::open;
     use clap::Parser;
-    use lab::training::{Awd, InitialValues, Session, Sizes};
+    use lab::training::{Awd, InitialValues, Session};
     use std::collections::HashMap;
     use std::path::PathBuf;
 
@@ -142,8 +142,8 @@ pub(crate) mod tests {
     }
 
     fn saved_with(name: &str, kind: HeadKind, corpus: Corpus, recipe: &Recipe) -> PathBuf {
-        let sizes = Sizes::new(kind, recipe, corpus.words.len());
-        let model = LanguageModel::new(kind, sizes, InitialValues::Even, recipe, &Device::Cpu).expect("valid sizes");
+        let (vocab, values) = (corpus.words.len(), InitialValues::Even);
+        let model = LanguageModel::new(kind, vocab, values, recipe, &Device::Cpu).expect("valid sizes");
         let session = Session::new(kind, model, corpus.data, recipe).expect("valid sizes");
         let path = temporary(name);
         session.checkpoint().expect("copies").save(&path).expect("writes");

@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
 use lab::data::{Corpus, Data, IGNORED};
 use lab::layers::{init, Checkpoint, HeadKind};
-use lab::training::{InitialValues, LanguageModel, Model, Pass, Recipe, Session, Sizes};
+use lab::training::{InitialValues, LanguageModel, Model, Pass, Recipe, Session};
 use mos_head::LossOptions;
 use rand::{rngs::StdRng, SeedableRng};
 use std::collections::BTreeSet;
@@ -32,8 +32,7 @@ fn corpus() -> Corpus {
 fn word(seed: u64) -> Word {
     let recipe = Recipe { hidden: 6, dropout: 0.5, seed, ..Recipe::BASE };
     let (kind, values) = (HeadKind::Mos, InitialValues::Even);
-    let sizes = Sizes::new(kind, &recipe, WORDS.len());
-    Word::new(kind, LanguageModel::new(kind, sizes, values, &recipe, &Device::Cpu).unwrap()).unwrap()
+    Word::new(kind, LanguageModel::new(kind, WORDS.len(), values, &recipe, &Device::Cpu).unwrap()).unwrap()
 }
 
 fn speller(kind: HeadKind, word: &Rc<Word>, recipe: &Recipe) -> Speller {
@@ -235,8 +234,7 @@ fn a_word_model_of_another_corpus_is_an_error_that_names_the_flag() {
     let path = temporary("word");
     let (corpus, kind) = (corpus(), HeadKind::Softmax);
     let recipe = Recipe { hidden: 4, ..Recipe::BASE };
-    let sizes = Sizes::new(kind, &recipe, WORDS.len());
-    let model = LanguageModel::new(kind, sizes, InitialValues::Even, &recipe, &Device::Cpu).unwrap();
+    let model = LanguageModel::new(kind, WORDS.len(), InitialValues::Even, &recipe, &Device::Cpu).unwrap();
     let session = Session::new(kind, model, corpus.data.clone(), &recipe).unwrap();
     session.checkpoint().unwrap().save(&path).unwrap();
     let loaded = load(&path, &corpus).unwrap();

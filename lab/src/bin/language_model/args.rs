@@ -209,7 +209,7 @@ impl Args {
     pub(crate) fn recipe(&self) -> Result<Recipe> {
         let mut defaults = match (self.preset, &self.data) {
             _ if self.spelling.word().is_some() => spelling::RECIPE,
-            (Some(preset), _) => preset.recipe(),
+            (Some(preset), _) => preset.recipe()?,
             (None, Some(_)) => TEXT,
             (None, None) => BUILT_IN,
         };

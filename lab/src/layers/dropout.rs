@@ -44,30 +44,21 @@ mod tests {
     }
 
     #[test]
-    fn a_locked_mask_is_shared_over_time_and_keeps_the_mean() {
-        let ones = Tensor::ones((60, 4, 40), DType::F32, &Device::Cpu).unwrap();
-        let dropped = locked_dropout(ones.clone(), 0.3, Some(&mut StdRng::seed_from_u64(1))).unwrap();
-        for step in 1..4 {
-            assert_eq!(numbers(&dropped.narrow(1, step, 1).unwrap()), numbers(&dropped.narrow(1, 0, 1).unwrap()));
+    fn masks_keep_the_mean_and_a_locked_one_is_shared_over_time() {
+        type Drop = fn(Tensor, f64, Option<&mut StdRng>) -> Result<Tensor>;
+        // Each drops its values by this many elements of a mask.
+        for (drop, count, is_locked) in [(locked_dropout as Drop, 2400, true), (dropout as Drop, 9600, false)] {
+            let ones = Tensor::ones((60, 4, 40), DType::F32, &Device::Cpu).unwrap();
+            let dropped = drop(ones.clone(), 0.3, Some(&mut StdRng::seed_from_u64(1))).unwrap();
+            let step = |step| numbers(&dropped.narrow(1, step, 1).unwrap());
+            assert!((1..4).all(|other| (step(other) == step(0)) == is_locked), "steps share a mask if it is locked");
+            let values = if is_locked { step(0) } else { numbers(&dropped) };
+            assert!(values.iter().all(|&value| value == 0.0 || (value - 1.0 / 0.7).abs() < 1e-6));
+            // Six standard deviations of the mean.
+            let mean = values.iter().sum::<f32>() / count as f32;
+            assert!((mean - 1.0).abs() < 6.0 * (0.3f32 / 0.7 / count as f32).sqrt(), "{mean}");
+            assert_ne!(values[..40], values[40..80], "every sequence, or step, has its own mask");
+            assert_eq!(numbers(&drop(ones, 0.3, None).unwrap()), vec![1.0; 9600]);
         }
-        let values = numbers(&dropped.narrow(1, 0, 1).unwrap());
-        assert!(values.iter().all(|&value| value == 0.0 || (value - 1.0 / 0.7).abs() < 1e-6));
-        // Six standard deviations of the mean of 2400 elements.
-        let mean = values.iter().sum::<f32>() / 2400.0;
-        assert!((mean - 1.0).abs() < 6.0 * (0.3f32 / 0.7 / 2400.0).sqrt(), "{mean}");
-        assert_ne!(values[..40], values[40..80], "every sequence has its own mask");
-        assert_eq!(numbers(&locked_dropout(ones, 0.3, None).unwrap()), vec![1.0; 60 * 4 * 40]);
-    }
-
-    #[test]
-    fn each_value_is_dropped_by_itself() {
-        let ones = Tensor::ones((60, 4, 40), DType::F32, &Device::Cpu).unwrap();
-        let dropped = numbers(&dropout(ones.clone(), 0.3, Some(&mut StdRng::seed_from_u64(1))).unwrap());
-        assert!(dropped.iter().all(|&value| value == 0.0 || (value - 1.0 / 0.7).abs() < 1e-6));
-        // Six standard deviations of the mean of 9600 elements.
-        let mean = dropped.iter().sum::<f32>() / 9600.0;
-        assert!((mean - 1.0).abs() < 6.0 * (0.3f32 / 0.7 / 9600.0).sqrt(), "{mean}");
-        assert_ne!(dropped[..40], dropped[40..80], "every step has its own mask");
-        assert_eq!(numbers(&dropout(ones, 0.3, None).unwrap()), vec![1.0; 9600]);
     }
 }

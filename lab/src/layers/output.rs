@@ -2,7 +2,7 @@
 //! rows computed from spellings, or a vocabulary of two levels.
 
 use super::head::{HeadKind, HeadSizes};
-use crate::Result;
+use crate::{show::values::name, Result};
 use candle_nn::{Embedding, VarBuilder};
 use clap::ValueEnum;
 use mos_head::parts::{CharCnn, CharCnnConfig};
@@ -83,7 +83,7 @@ impl Output {
 
     /// Returns the output's name in results.
     pub(crate) fn name(self) -> String {
-        self.kind.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+        name(&self.kind)
     }
 
     /// Returns a head of `sizes` on this output. If an embedding is given, the decoder shares its weight.
@@ -178,9 +178,9 @@ fn cutoffs(vocab: usize) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::training::{InitialValues, LanguageModel, Model, Recipe, Sizes};
-    use candle_core::{Device, Tensor, D};
-    use rand::{rngs::StdRng, SeedableRng};
+    use candle_core::{DType, Device, Tensor, D};
+    use candle_nn::VarMap;
+    use mos_head::ContextActivation;
 
     const KINDS: [OutputKind; 6] = [
         OutputKind::Full,
@@ -196,12 +196,19 @@ mod tests {
         Entries::count(&words, &[0, 0, 0, 1, 1, 2, 5, 9])
     }
 
-    fn model(head: HeadKind, kind: OutputKind, tied: bool) -> Result<LanguageModel> {
-        let output = Output { kind, samples: Some(7) };
-        let mut recipe = Recipe { hidden: 6, embedding: Some(6), context: Some(6), output, ..Recipe::BASE };
-        recipe.awd.tied = tied.then_some(true);
-        let sizes = Sizes::new(head, &recipe, 30);
-        LanguageModel::with_entries(head, sizes, InitialValues::Small, &recipe, &entries(), &Device::Cpu)
+    fn output(kind: OutputKind) -> Output {
+        Output { kind, samples: Some(7) }
+    }
+
+    /// Returns a head on an output, with its variables.
+    fn build(head: HeadKind, kind: OutputKind, tied: bool) -> Result<(Box<dyn OutputLayer>, VarMap)> {
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+        let embedding = candle_nn::embedding(30, 6, vb.pp("embedding"))?;
+        let activation = ContextActivation::Tanh;
+        let sizes = HeadSizes { vocab: 30, hidden: 6, context: 6, components: 3, activation };
+        let tied = tied.then_some(&embedding);
+        Ok((output(kind).build(head, sizes, 0.0, tied, &entries(), vb.pp("head"))?, varmap))
     }
 
     fn hidden() -> Tensor {
@@ -213,14 +220,18 @@ mod tests {
         let (hidden, targets) = (hidden(), Tensor::new(&[0u32, 3, 29, 3, 11], &Device::Cpu).expect("ids"));
         for head in HeadKind::ALL {
             for kind in KINDS.into_iter().filter(|kind| kind.reason_against(head).is_none()) {
-                let model = model(head, kind, false).expect("valid sizes");
-                let total = model.head().log_probs(&hidden).unwrap().exp().unwrap().sum(D::Minus1).unwrap();
+                let (layer, varmap) = build(head, kind, false).expect("valid sizes");
+                let total = layer.log_probs(&hidden).unwrap().exp().unwrap().sum(D::Minus1).unwrap();
                 assert!(total.to_vec1::<f32>().unwrap().iter().all(|sum| (sum - 1.0).abs() < 1e-5), "{kind:?}");
-                let options = |seed| model.options(LossOptions::new(), &mut StdRng::seed_from_u64(seed)).unwrap();
-                let loss = |seed| model.head().loss(&hidden, &targets, &options(seed)).unwrap();
+                let noise = output(kind).noise(&entries()).unwrap();
+                let options = |seed| match &noise {
+                    Some(noise) => output(kind).options(LossOptions::new(), noise, seed).unwrap(),
+                    None => LossOptions::new(),
+                };
+                let loss = |seed| layer.loss(&hidden, &targets, &options(seed)).unwrap();
                 let gradients = loss(1).backward().expect("a backward pass");
                 let is_head = |(name, _): &(String, _)| name.starts_with("head.");
-                let vars = crate::layers::init::sorted(model.varmap()).into_iter().filter(is_head);
+                let vars = crate::layers::init::sorted(&varmap).into_iter().filter(is_head);
                 let trained = vars.filter(|(_, var)| gradients.get(var).is_some()).count();
                 assert!(trained > 0, "{head:?} {kind:?}");
                 let value = |seed| loss(seed).value.to_scalar::<f32>().unwrap();
@@ -234,18 +245,18 @@ mod tests {
     #[test]
     fn a_frozen_head_is_the_head() {
         for head in HeadKind::ALL {
-            let model = model(head, OutputKind::CharCnn, false).expect("valid sizes");
-            let frozen = model.head().frozen().expect("rows are computed");
+            let (layer, _) = build(head, OutputKind::CharCnn, false).expect("valid sizes");
+            let frozen = layer.frozen().expect("rows are computed");
             let ids =
                 |head: &dyn OutputLayer, hidden: &Tensor| head.top_k(hidden, 4).unwrap().token_ids.to_vec2::<u32>();
             let hidden = hidden();
-            assert_eq!(ids(frozen.as_ref(), &hidden).unwrap(), ids(model.head(), &hidden).unwrap());
+            assert_eq!(ids(frozen.as_ref(), &hidden).unwrap(), ids(layer.as_ref(), &hidden).unwrap());
         }
     }
 
     #[test]
     fn combinations_that_do_not_exist_are_errors_that_name_the_flags() {
-        let error = |head, kind, tied| model(head, kind, tied).err().expect("must fail").to_string();
+        let error = |head, kind, tied| build(head, kind, tied).err().expect("must fail").to_string();
         assert!(error(HeadKind::Mos, OutputKind::Nce, false).contains("--output nce"));
         for kind in [OutputKind::CharCnn, OutputKind::Adaptive, OutputKind::Hierarchical] {
             let error = error(HeadKind::Moc, kind, true);

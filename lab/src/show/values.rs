@@ -1,4 +1,4 @@
-//! Parsers of the values of flags. The error messages say which values are valid; clap adds the flag.
+//! Names and parsers of the values of flags. The error messages say which values are valid; clap adds the flag.
 
 fn parse<T: std::str::FromStr>(value: &str, wanted: &str, valid: impl Fn(&T) -> bool) -> Result<T, String> {
     value.parse().ok().filter(valid).ok_or_else(|| format!("expected {wanted}"))
@@ -32,4 +32,9 @@ pub fn share(value: &str) -> Result<f64, String> {
 /// Parses a number of at least 0 and below 1.
 pub fn below_one(value: &str) -> Result<f64, String> {
     parse(value, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))
+}
+
+/// Returns the name of a flag's value.
+pub fn name(value: &impl clap::ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }

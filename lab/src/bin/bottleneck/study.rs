@@ -217,10 +217,8 @@ mod tests {
 
     #[test]
     fn bad_files_are_errors_that_name_what_is_wrong() {
-        let error = |paths, key: &str, more: &[&str]| match study_of_files(paths, key, more) {
-            Ok(_) => panic!("{key} {more:?} must fail"),
-            Err(error) => error.to_string(),
-        };
+        let error =
+            |paths, key: &str, more: &[&str]| study_of_files(paths, key, more).err().expect("must fail").to_string();
         let contains = |error: String, parts: &[&str]| {
             parts.iter().for_each(|part| assert!(error.contains(part), "{part:?} is not in: {error}"));
         };

@@ -28,7 +28,7 @@ pub(crate) struct Captioner {
     encoder: Encoder,
     embedding: usize,
     layers: usize,
-    decoder: RecurrentDecoder,
+    pub(crate) decoder: RecurrentDecoder,
     base: Base,
 }
 
@@ -109,11 +109,6 @@ impl Captioner {
         let mean = features.mean(1)?;
         self.decoder.start(features, &mean, mask)
     }
-
-    /// Computes the same as [`RecurrentDecoder::decode`].
-    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
-        self.decoder.decode(ids, state, rng)
-    }
 }
 
 /// The number of images of a batch in an evaluation.
@@ -167,7 +162,7 @@ impl Model for Captioner {
         let row = |image: &usize| images.iter().position(|other| other == image).map_or(0, |row| row as u32);
         let rows = Tensor::new(caption_images.iter().map(row).collect::<Vec<_>>(), self.device())?;
         let (inputs, targets) = inputs_and_targets(&captions, self.device())?;
-        let hidden = self.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
+        let hidden = self.decoder.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
         Ok(Forward { hidden, targets, penalty: None })
     }
 }

@@ -65,7 +65,7 @@ fn describe(model: &Captioner, examples: &[Example], search: &BeamSearch) -> Res
         let start = Tensor::full(START, images.len(), model.device())?;
         let hypotheses = search.run(model.head(), &start, |tokens: &Tensor, parents: &Tensor| -> Result<Tensor> {
             state = state.select(parents)?;
-            Ok(model.decode(&tokens.unsqueeze(1)?, &mut state, None)?.squeeze(1)?)
+            Ok(model.decoder.decode(&tokens.unsqueeze(1)?, &mut state, None)?.squeeze(1)?)
         })?;
         for hypotheses in hypotheses {
             let ids = hypotheses.into_iter().next().map(|hypothesis| hypothesis.token_ids).unwrap_or_default();

@@ -24,18 +24,6 @@ pub(crate) enum Output {
     Adapter,
 }
 
-impl Output {
-    /// Returns its name in flags and tables.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Output::Logits => "logits",
-            Output::Head => "head",
-            Output::Frozen => "frozen",
-            Output::Adapter => "adapter",
-        }
-    }
-}
-
 enum Layer {
     Logits(Linear),
     Head(SoftmaxHead),

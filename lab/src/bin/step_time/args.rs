@@ -155,11 +155,6 @@ fn dtype() -> impl TypedValueParser<Value = DType> {
     PossibleValuesParser::new(["f32", "f64", "f16", "bf16"]).try_map(|name| name.parse())
 }
 
-/// Returns the name of a value on the command line.
-pub(crate) fn name(value: &impl ValueEnum) -> Option<String> {
-    value.to_possible_value().map(|value| value.get_name().to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -18,11 +18,11 @@ mod steps;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use args::{name, Args, Implementation};
+use args::{Args, Implementation};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use kept::Kept;
-use lab::show::{keep_pool, report::median, Peak};
+use lab::show::{keep_pool, report::median, values::name, Peak};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{Distributions, LossOptions, Mixture, Precision};
 use output::System;
@@ -164,7 +164,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
         "dtype": args.dtype.as_str(),
-        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
+        "output": args.output.as_ref().map(name), "sampled": args.sampled, "backward": !args.forward_only, "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });

@@ -79,7 +79,7 @@ impl Seq2Seq {
     /// advances `state`. Dropout is applied if a generator for its masks is given.
     pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
         match (&self.body, state) {
-            (Body::Recurrent(body), State::Recurrent(state)) => body.decode(ids, state, rng),
+            (Body::Recurrent(body), State::Recurrent(state)) => body.decoder.decode(ids, state, rng),
             (Body::Transformer(body), State::Transformer(state)) => body.decode(ids, state, rng),
             _ => Err("the state is another model's".into()),
         }

@@ -13,7 +13,7 @@ pub(crate) struct Recurrent {
     source_embedding: Embedding,
     forwards: Lstm,
     backwards: Lstm,
-    decoder: RecurrentDecoder,
+    pub(crate) decoder: RecurrentDecoder,
 }
 
 impl Recurrent {
@@ -60,10 +60,5 @@ impl Recurrent {
 
         let mean = sources.average.matmul(&outputs)?.squeeze(1)?;
         self.decoder.start(outputs, &mean, sources.mask.clone())
-    }
-
-    /// Computes the same as [`RecurrentDecoder::decode`].
-    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
-        self.decoder.decode(ids, state, rng)
     }
 }

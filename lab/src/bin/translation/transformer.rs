@@ -64,7 +64,7 @@ impl Transformer {
         self.decoder.start(&outputs, mask)
     }
 
-    /// Computes the same as `Recurrent::decode`.
+    /// Computes the same as `RecurrentDecoder::decode`.
     pub(crate) fn decode(
         &self,
         ids: &Tensor,

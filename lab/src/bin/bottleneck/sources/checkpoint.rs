@@ -194,10 +194,7 @@ pub(crate) mod tests {
     fn the_contexts_of_the_test_text_are_those_of_test_txt() {
         let folder = folder("test_text", "a b c d a c\n");
         let path = saved("test_text", HeadKind::Softmax, Corpus::from_folder(&folder, None).expect("a corpus"));
-        let error = match open(&args(&["--test"], &[&path])) {
-            Ok(_) => panic!("must fail"),
-            Err(error) => error.to_string(),
-        };
+        let error = open(&args(&["--test"], &[&path])).err().expect("must fail").to_string();
         assert!(error.contains("--test") && error.contains("test.txt"), "{error}");
         std::fs::write(folder.join("test.txt"), "d d d\n").expect("writes");
         let source = open(&args(&["--test"], &[&path])).expect("opens").remove(0);
@@ -228,16 +225,11 @@ pub(crate) mod tests {
     fn another_corpus_than_the_checkpoints_is_an_error_that_names_both() {
         let (own, other) = (folder("own", "a b a b a\n"), folder("other", "b a b\n"));
         let path = saved("own", HeadKind::Softmax, Corpus::from_folder(&own, None).expect("a corpus"));
-        let error = match open(&args(&["--data", other.to_str().expect("a text")], &[&path])) {
-            Ok(_) => panic!("must fail"),
-            Err(error) => error.to_string(),
-        };
+        let error =
+            open(&args(&["--data", other.to_str().expect("a text")], &[&path])).err().expect("must fail").to_string();
         assert!(error.contains("bottleneck_own") && error.contains("bottleneck_other"), "{error}");
         std::fs::remove_dir_all(&own).expect("was just written");
-        let error = match open(&args(&[], &[&path])) {
-            Ok(_) => panic!("must fail"),
-            Err(error) => error.to_string(),
-        };
+        let error = open(&args(&[], &[&path])).err().expect("must fail").to_string();
         assert!(error.contains("train.txt") && error.contains("--data DIR"), "{error}");
         std::fs::remove_file(path).expect("was just written");
         std::fs::remove_dir_all(other).expect("was just written");

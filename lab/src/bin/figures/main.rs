@@ -10,8 +10,10 @@
 //!
 //! `tests.rs` fails if a picture or a table is not what this command makes.
 
+mod bars;
 mod captions;
 mod columns;
+mod drawing;
 mod format;
 mod outputs;
 mod papers;

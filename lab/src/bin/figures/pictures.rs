@@ -1,26 +1,13 @@
-//! The pictures, as SVG: bars of a training step beside other implementations, and the heads' validation curves.
+//! Curves: the heads' validation NLL, memory by positions, equal time, singular values.
 
-use plotters::coord::Shift;
 use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
+use plotters::style::text_anchor::HPos;
 
+use crate::drawing::*;
 use crate::format::*;
-use crate::results::{Line, Result, Results};
+use crate::results::{Result, Results};
 use crate::runs;
-use crate::tables::{beside, decoder_gradient_mib};
 
-const WIDTH: i32 = 800;
-/// The height of a bar and the space below it.
-const ROW: i32 = 27;
-const INK: RGBColor = RGBColor(31, 35, 40);
-const GREY: RGBColor = RGBColor(89, 99, 110);
-/// Where the axes of a chart begin.
-const LEFT: i32 = 70;
-const TOP: i32 = 102;
-const PALE: RGBColor = RGBColor(225, 228, 232);
-/// Some of Okabe and Ito's colours, which colour-blind readers tell apart.
-const BLUE: RGBColor = RGBColor(0, 114, 178);
-const OTHERS: RGBColor = RGBColor(160, 169, 179);
 const HEADS: [(&str, RGBColor); 3] =
     [("softmax", RGBColor(213, 94, 0)), ("moc", RGBColor(0, 158, 115)), ("mos", RGBColor(0, 114, 178))];
 
@@ -32,158 +19,6 @@ const SYSTEMS: [(&str, RGBColor); 6] = [
     ("adaptive", RGBColor(230, 159, 0)),
     ("codes", RGBColor(86, 180, 233)),
 ];
-
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-
-/// Pixels of a font, its weight, and the side of the text where its anchor lies.
-#[derive(Clone, Copy)]
-struct Font(f64, FontStyle, HPos);
-
-const TITLE: Font = Font(18.0, FontStyle::Bold, HPos::Left);
-const HEADING: Font = Font(14.0, FontStyle::Bold, HPos::Left);
-const SMALL: Font = Font(12.0, FontStyle::Normal, HPos::Left);
-const TEXT: Font = Font(13.0, FontStyle::Normal, HPos::Left);
-const RIGHT_ALIGNED: Font = Font(12.0, FontStyle::Normal, HPos::Right);
-const CENTERED: Font = Font(12.0, FontStyle::Normal, HPos::Center);
-
-fn text(area: &Area, text: &str, at: (i32, i32), font: Font, color: RGBColor) -> Result<()> {
-    // plotters divides sizes by this.
-    const SCALE: f64 = 1.24;
-    let style = TextStyle::from(("sans-serif", font.0 * SCALE, font.1).into_font());
-    area.draw(&Text::new(text.to_owned(), at, style.color(&color).pos(Pos::new(font.2, VPos::Center))))?;
-    Ok(())
-}
-
-fn titles(area: &Area, title: &str, subtitle: &str) -> Result<()> {
-    text(area, title, (20, 26), TITLE, INK)?;
-    text(area, subtitle, (20, 50), TEXT, GREY)
-}
-
-/// Draws a line from the left axis to `right`, and its value beside it.
-fn level(area: &Area, right: i32, y: i32, value: &str) -> Result<()> {
-    area.draw(&PathElement::new([(LEFT, y), (right, y)], PALE))?;
-    text(area, value, (LEFT - 8, y), RIGHT_ALIGNED, GREY)
-}
-
-/// Draws on a white ground of the given height.
-fn svg(height: i32, draw: impl FnOnce(&Area) -> Result<()>) -> Result<String> {
-    let mut output = String::new();
-    {
-        let area = SVGBackend::with_string(&mut output, (WIDTH as u32, height as u32)).into_drawing_area();
-        area.fill(&WHITE)?;
-        draw(&area)?;
-        area.present()?;
-    }
-    Ok(output)
-}
-
-/// Draws the time and the memory of a training step, mos-head beside the others, at two shapes.
-pub(crate) fn step(results: &Results) -> Result<String> {
-    let panels = [
-        ("Penn Treebank model", beside(results, "ptb", 840.0)?),
-        ("Large language model", beside(results, "llm", 2048.0)?),
-    ];
-    let all: Vec<&Line> = panels.iter().flat_map(|(_, lines)| lines.iter().copied()).collect();
-    let processor = all[0].text("processor");
-    let library = all.iter().map(|line| line.text("library")).find(|library| !library.is_empty()).unwrap_or("");
-    let height = 84 + panels.len() as i32 * 76 + all.len() as i32 * ROW + 30;
-    svg(height, |area| {
-        let subtitle = format!("on {processor}; {library}; shorter is better");
-        titles(area, "One training step of the output layer: loss and all gradients, f32", &subtitle)?;
-        let mut top = 84;
-        let mut gradient = None;
-        for (name, lines) in &panels {
-            let (positions, vocab) = (need(lines[0], "positions")?, count(need(lines[0], "vocab")?));
-            let sizes = format!("{} over {vocab} ids, d = {}", softmaxes(lines[0])?, need(lines[0], "context")?);
-            text(area, &format!("{name}: {positions} positions, {sizes}"), (20, top), HEADING, INK)?;
-            text(area, "time", (TIME.left, top + 23), SMALL, GREY)?;
-            text(area, "memory beyond parameters and inputs", (MEMORY.left, top + 23), SMALL, GREY)?;
-            let first = top + 36;
-            for (i, line) in lines.iter().enumerate() {
-                let middle = first + i as i32 * ROW + ROW / 2;
-                let font = Font(13.0, weight(i), HPos::Right);
-                text(area, &implementation(line), (TIME.left - 10, middle), font, INK)?;
-            }
-            let panel_gradient = decoder_gradient_mib(lines[0], lines[0])?;
-            TIME.bars(area, lines, "seconds", first, None, |seconds| digits(seconds) + " s")?;
-            MEMORY.bars(area, lines, "extra_mib", first, panel_gradient, |mib| format!("{mib:.0} MiB"))?;
-            top = first + lines.len() as i32 * ROW + 40;
-            gradient = gradient.or(panel_gradient);
-        }
-        if let Some(mib) = gradient {
-            let note = format!("Of this memory, {mib:.0} MiB (up to the white line) are the decoder's gradient.");
-            text(area, &note, (20, top - 12), SMALL, GREY)?;
-        }
-        text(area, source(&all, false).trim().trim_matches('*'), (20, top + 10), SMALL, GREY)?;
-        Ok(())
-    })
-}
-
-/// A column of bars.
-struct Column {
-    left: i32,
-    /// The length of the longest bar.
-    length: i32,
-}
-
-const TIME: Column = Column { left: 330, length: 95 };
-const MEMORY: Column = Column { left: 552, length: 105 };
-
-impl Column {
-    /// Draws bars from `top` on, each with its value and its ratio to the first. A white line ends a part of each bar.
-    fn bars(
-        &self,
-        area: &Area,
-        lines: &[&Line],
-        key: &str,
-        top: i32,
-        part: Option<f64>,
-        label: fn(f64) -> String,
-    ) -> Result<()> {
-        let values: Vec<f64> = lines.iter().filter_map(|line| line.number(key)).collect();
-        if values.len() < lines.len() {
-            return Err(format!("a line without a number under \"{key}\"").into());
-        }
-        let most = values.iter().copied().fold(0.0, f64::max);
-        for (i, &value) in values.iter().enumerate() {
-            let middle = top + i as i32 * ROW + ROW / 2;
-            let end = self.left + (f64::from(self.length) * value / most).round().max(2.0) as i32;
-            let color = if i == 0 { BLUE } else { OTHERS };
-            area.draw(&Rectangle::new([(self.left, middle - 9), (end, middle + 9)], color.filled()))?;
-            if let Some(part) = part {
-                let x = self.left + (f64::from(self.length) * part / most).round() as i32;
-                area.draw(&PathElement::new([(x, middle - 9), (x, middle + 9)], WHITE.stroke_width(2)))?;
-            }
-            let ratio = value / values[0];
-            let label = match i {
-                0 => label(value),
-                _ if ratio < 9.95 => format!("{} ({ratio:.1}×)", label(value)),
-                _ => format!("{} ({ratio:.0}×)", label(value)),
-            };
-            text(area, &label, (end + 6, middle), Font(13.0, weight(i), HPos::Left), INK)?;
-        }
-        let bottom = top + lines.len() as i32 * ROW;
-        area.draw(&PathElement::new([(self.left, top), (self.left, bottom)], GREY))?;
-        Ok(())
-    }
-}
-
-/// Returns the weight of the font of a row. The first row is mos-head's.
-fn weight(row: usize) -> FontStyle {
-    if row == 0 {
-        FontStyle::Bold
-    } else {
-        FontStyle::Normal
-    }
-}
-
-fn implementation(line: &Line) -> String {
-    match line.text("implementation") {
-        "composed of candle operations" => "candle, composed operations".into(),
-        // The subtitle names PyTorch.
-        other => other.replace("PyTorch, linear", "linear"),
-    }
-}
 
 /// Draws the validation NLL of the three heads after each epoch, above the entropy of the language.
 pub(crate) fn curves(results: &Results) -> Result<String> {
@@ -308,14 +143,14 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
         text(area, "positions", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
         let mut ends = vec![];
         for (i, (name, points)) in curves.iter().enumerate() {
-            let color = if i == 0 { BLUE } else { OTHERS };
+            let color = if i == 0 { OURS } else { OTHERS };
             let pixels: Vec<_> = points.iter().map(|&(positions, gib)| (x(positions), y(gib))).collect();
             area.draw(&PathElement::new(pixels.clone(), color.stroke_width(3)))?;
             for at in pixels {
                 area.draw(&Circle::new(at, 4, color.filled()))?;
             }
             let (_, last) = points[points.len() - 1];
-            ends.push((last, format!("{name}: {last:.1} GiB"), if i == 0 { BLUE } else { GREY }));
+            ends.push((last, format!("{name}: {last:.1} GiB"), if i == 0 { OURS } else { GREY }));
         }
         end_labels(area, RIGHT + 12, y, ends)?;
         text(area, source(&lines, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;

@@ -14,4 +14,4 @@ pub use batches::{Streams, Window, IGNORED};
 pub use codes::{insert_table, load_table, table_from_json, table_json, Coding};
 pub use dataset::Data;
 pub use digest::Digest;
-pub use text::{Corpus, END_OF_SENTENCE};
+pub use text::{read, Corpus, END_OF_SENTENCE};

@@ -88,7 +88,8 @@ fn missing(folder: &Path, name: &str) -> String {
     format!("cannot read {}: neither this file nor a folder {name}", folder.join(name).with_extension("txt").display())
 }
 
-fn read(path: &Path) -> Result<String> {
+/// Reads a text file.
+pub fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()).into())
 }
 

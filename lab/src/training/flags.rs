@@ -87,7 +87,7 @@ impl TrainingFlags {
         if path.extension().is_none_or(|extension| extension != "safetensors") {
             return Ok(path.join(format!("{}.safetensors", kind.name())));
         }
-        if [None, Some("all")].contains(&self.head()) {
+        if self.asks_for_all() {
             return Err(format!("{flag} {} is one file, but --head all needs a folder", path.display()).into());
         }
         Ok(path.to_owned())

@@ -103,6 +103,20 @@ pub fn train<M: Model, T>(
     Ok(Some(outcomes))
 }
 
+/// Trains every head of `--head` as `train` does, or only compares the trials of `--search`, and then returns `None`.
+pub fn run<M: Model, T>(
+    flags: &TrainingFlags,
+    recipe: &Recipe,
+    device: &Device,
+    build: impl Fn(HeadKind, &Recipe, Option<&Checkpoint>) -> Result<Session<M>>,
+    finish: impl Fn(&Session<M>) -> Result<T>,
+) -> Result<Option<Vec<Outcome<T>>>> {
+    match flags.search {
+        Some(trials) => search(flags, trials, recipe, |kind, recipe| build(kind, recipe, None)).map(|()| None),
+        None => train(flags, device, |kind, checkpoint| build(kind, recipe, checkpoint), finish),
+    }
+}
+
 /// Trains every head of `--head` once for each trial of `recipe`, and prints the flags of its best.
 pub fn search<M: Model>(
     flags: &TrainingFlags,

@@ -47,18 +47,14 @@ fn run(args: &Args) -> Result<()> {
     );
 
     let recipe = args.recipe(vocab);
-    let build = |kind, recipe: &Recipe| {
+    let build = |kind, recipe: &Recipe, _: Option<&_>| {
         let sizes = sizes(recipe, kind, vocab);
         let model =
             LanguageModel::with_entries(kind, sizes, InitialValues::Even, recipe, &Entries::default(), &device)?;
         Session::new(kind, model, data.clone(), recipe)
     };
-    if let Some(trials) = args.common.search {
-        return heads::search(&args.common, trials, &recipe, build);
-    }
     let sizes = |kind| sizes(&recipe, kind, vocab);
-    let build = |kind, _: Option<&_>| build(kind, &recipe);
-    let Some(rows) = heads::train(&args.common, &device, build, |session| {
+    let Some(rows) = heads::run(&args.common, &recipe, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(args.common.seed)?;
             let text = generate(&session.model, corpus.start(), args.generate, &mut sampler, None)?;

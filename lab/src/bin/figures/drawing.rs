@@ -13,9 +13,10 @@ pub(crate) const GREY: RGBColor = RGBColor(89, 99, 110);
 pub(crate) const LEFT: i32 = 70;
 pub(crate) const TOP: i32 = 102;
 pub(crate) const PALE: RGBColor = RGBColor(225, 228, 232);
-/// Some of Okabe and Ito's colours, which colour-blind readers tell apart.
+/// The colour of this crate: one of Okabe and Ito's, which colour-blind readers tell apart.
 pub(crate) const OURS: RGBColor = RGBColor(0, 114, 178);
 pub(crate) const OTHERS: RGBColor = RGBColor(160, 169, 179);
+
 pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Pixels of a font, its weight, and the side of the text where its anchor lies.

@@ -98,7 +98,7 @@ fn train(args: &Args, ranks: &Ranks) -> Result<()> {
     let entries = Entries::count(vocabulary, &data.train);
 
     let start = args.finetune.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
-    let build = |kind, recipe: &Recipe| {
+    let build = |kind, recipe: &Recipe, _: Option<&_>| {
         let sizes = Sizes::new(kind, recipe, vocabulary.len());
         let model = LanguageModel::with_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
         let model = model.with_table(coding.as_ref().and_then(Coding::table));
@@ -111,11 +111,7 @@ fn train(args: &Args, ranks: &Ranks) -> Result<()> {
         }
         Ok(Session::new(kind, model, data.clone(), recipe)?.with_ranks(ranks))
     };
-    if let Some(trials) = flags.search {
-        return heads::search(&flags, trials, &recipe, build);
-    }
-    let build = |kind, _: Option<&_>| build(kind, &recipe);
-    let Some(rows) = heads::train(&flags, &device, build, |session| {
+    let Some(rows) = heads::run(&flags, &recipe, &device, build, |session| {
         if args.generate > 0 && ranks.is_first() {
             let mut sampler = args.sampling.sampler(flags.seed)?;
             let book = coding.as_ref().and_then(Coding::table).map(CodeTable::codebook);

@@ -1,7 +1,7 @@
 //! Pairs of texts, read from parallel files, and their token ids.
 
 use crate::vocabulary::Vocabulary;
-use lab::data::{Data, Digest};
+use lab::data::{read, Data, Digest};
 use lab::Result;
 use std::path::Path;
 
@@ -101,10 +101,6 @@ fn pairs(source: &Path, target: &Path) -> Result<Vec<Pair>> {
     }
     let pair = |(source, target): (&str, &str)| Pair { source: source.to_owned(), target: target.to_owned() };
     Ok(sources.lines().zip(targets.lines()).map(pair).collect())
-}
-
-pub(crate) fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()).into())
 }
 
 #[cfg(test)]

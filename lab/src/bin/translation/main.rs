@@ -87,14 +87,10 @@ fn run(args: &Args) -> Result<()> {
         let data = corpus::encode(&corpus, source, target)?;
         Session::new(kind, Seq2Seq::new(kind, setting, recipe, &device)?, data, recipe)
     };
-    if let Some(trials) = args.common.search {
-        return heads::search(&args.common, trials, &recipe, |kind, recipe| build(kind, recipe, None));
-    }
     let beam = args.beam(task, task.n_best());
-    let build = |kind, checkpoint: Option<&_>| build(kind, &recipe, checkpoint);
     let found = args.write_found.as_deref().map(create).transpose()?;
     let memory = Cell::new(Some(Peak::watch(&device)));
-    let Some(rows) = heads::train(&args.common, &device, build, |session| {
+    let Some(rows) = heads::run(&args.common, &recipe, &device, build, |session| {
         let peak_mib = memory.take().and_then(Peak::mib);
         let setting = &session.model.setting;
         let encoded = corpus::encode_pairs(scored, &setting.source, &setting.target)?;

@@ -1,5 +1,5 @@
-//! Training: `heads` is the loop over the output layers, `session` the training of one of them, `train` one epoch of it,
-//! for any `model`; `language_model` is the LSTM of the programs `language_model` and `characters`.
+//! Training: `heads` is the loop over the output layers, `session` the training of one of them, `train` one epoch of
+//! it, for any `model`; `language_model` is the LSTM of the programs `language_model` and `characters`.
 
 mod awd;
 mod flags;

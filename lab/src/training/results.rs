@@ -32,7 +32,8 @@ pub(crate) fn append(
     let line = json!({
         "program": program(), "head": head, "epoch": epochs, "steps": steps, "train_nll": nlls[0],
         "valid_nll": nlls[1], "valid_ppl": nlls[1].exp(), "seconds": seconds, "parameters": parameters,
-        "output": recipe.output.name(), "seed": seed, "lr": lr, "dropout": dropout, "activation": activation, "spread": spread,
+        "output": recipe.output.name(), "seed": seed, "lr": lr, "dropout": dropout, "activation": activation,
+        "spread": spread,
     });
     let failed = |error| format!("cannot write {}: {error}", path.display());
     let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;

@@ -17,8 +17,8 @@ fn assert_same(path: &str, found: &str, expected: &str) {
     let mut pairs = found.lines().zip(expected.lines()).enumerate();
     if let Some((i, (found, expected))) = pairs.find(|(_, (found, expected))| found != expected) {
         panic!(
-            "{path}, line {}: not what `cargo run --release -p lab --bin figures` makes of benches/results:\n  {found}\n  \
-             {expected}",
+            "{path}, line {}: not what `cargo run --release -p lab --bin figures` makes of benches/results:\n  \
+             {found}\n  {expected}",
             i + 1
         );
     }

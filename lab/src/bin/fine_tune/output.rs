@@ -40,8 +40,8 @@ pub(crate) struct FineTuned {
 }
 
 impl FineTuned {
-    /// Makes a model with random initial values of this seed. Those of an adapter are without effect. With a GGUF file, a
-    /// decoder that is not trained is its quantised output layer.
+    /// Makes a model with random initial values of this seed. Those of an adapter are without effect. With a GGUF file,
+    /// a decoder that is not trained is its quantised output layer.
     pub(crate) fn new(config: Config, output: Output, rank: usize, seed: u64, gguf: Option<&Path>) -> Result<Self> {
         let Config { vocab, hidden, .. } = config;
         let (trained, frozen) = (VarMap::new(), VarMap::new());

@@ -6,8 +6,8 @@
 //!
 //! The LSTM (`--checkpoint` of `language_model --save`) computes the hidden states of a batch together; qwen2 of
 //! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text
-//! alone. The last request has a grammar, whose mask changes at each step. Without a checkpoint the weights are random. `--gguf` names a file whose output layer serves the qwen2. A step of
-//! the whole batch reads the decoder once.
+//! alone. The last request has a grammar, whose mask changes at each step. Without a checkpoint the weights are random.
+//! `--gguf` names a file whose output layer serves the qwen2. A step of the whole batch reads the decoder once.
 
 mod backbone;
 mod grammar;

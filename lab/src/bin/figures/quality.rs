@@ -124,44 +124,6 @@ pub(crate) fn outputs(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// Makes the table of the same trials of every head.
-pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.lines_of(figure);
-    let mut rows = vec![];
-    for trial in 1.. {
-        let trial_lines: Vec<_> = lines.iter().filter(|line| line.number("trial") == Some(f64::from(trial))).collect();
-        let Some(mixture) = trial_lines.iter().find(|line| !line.is("head", "softmax")) else { break };
-        let mut row = vec![need(mixture, "lr")?.to_string(), need(mixture, "dropout")?.to_string()];
-        row.push(mixture.text("activation").into());
-        for head in HEADS {
-            let line = trial_lines.iter().find(|line| line.is("head", head));
-            let line = line.ok_or_else(|| format!("no trial {trial} of {head}"))?;
-            row.push(perplexity(need(line, "valid_perplexity")?));
-        }
-        rows.push(row);
-    }
-    let header = "| learning rate | dropout | contexts | softmax | mixture of contexts | mixture of softmaxes |";
-    Ok(markdown(header, rows) + &source(&lines, false))
-}
-
-/// Makes the table of a mixture of softmaxes with the same recipe from other initial values.
-pub(crate) fn initial_values(results: &Results) -> Result<String> {
-    let lines = results.lines_of("initial-values");
-    let mut rows = vec![];
-    for (activation, name) in [("tanh", "tanh"), ("identity", "linear")] {
-        let mut row = vec![name.to_owned()];
-        for spread in [1.0, 0.3] {
-            let found =
-                lines.iter().find(|line| line.is("activation", activation) && line.number("spread") == Some(spread));
-            let line = found.ok_or_else(|| format!("no {activation} with a spread of {spread}"))?;
-            row.push(perplexity(need(line, "valid_perplexity")?));
-        }
-        rows.push(row);
-    }
-    let header = "| contexts | independent components (spread 1) | components that start alike (spread 0.3) |";
-    Ok(markdown(header, rows) + &source(&lines, false))
-}
-
 /// Makes the table of the rank of the log-probabilities of trained models.
 pub(crate) fn bottleneck(results: &Results) -> Result<String> {
     let lines = results.lines_of("bottleneck");

@@ -29,33 +29,6 @@ fn first_of_system<'a>(lines: &[&'a Line], system: &str) -> Option<&'a Line> {
     lines.iter().copied().find(|line| line.is("system", system))
 }
 
-fn first_of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
-    lines.iter().copied().find(|line| line.number("trial") == Some(f64::from(trial)))
-}
-
-/// Makes the table of the validation perplexity of each trial, by its flags.
-pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.lines_of(figure);
-    let systems = systems(&lines);
-    if systems.is_empty() {
-        return Ok(UNMEASURED.into());
-    }
-    let mut rows = vec![];
-    for trial in 1.. {
-        let Some(any) = first_of_trial(&lines, trial) else { break };
-        let mut row = vec![format!("`{}`", any.text("setting"))];
-        for (_, lines) in &systems {
-            row.push(match first_of_trial(lines, trial) {
-                None => String::new(),
-                Some(line) => line.number("valid_perplexity").map_or("diverged".into(), perplexity),
-            });
-        }
-        rows.push(row);
-    }
-    let names: Vec<_> = systems.iter().map(|(system, _)| system_name(system)).collect();
-    Ok(markdown(&format!("| flags | {} |", names.join(" | ")), rows) + &source(&lines, false))
-}
-
 /// Makes the table of the seeds of the best trial of every head: mean and standard deviation.
 pub(crate) fn finals(results: &Results, figure: &str, scores: &[(&str, &str)]) -> Result<String> {
     let lines = results.lines_of(figure);

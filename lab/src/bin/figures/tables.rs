@@ -20,7 +20,7 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 ];
 
 /// The tables that are more than columns, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 35] = [
+pub(crate) const TABLES: [(&str, Generator); 25] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
@@ -31,25 +31,15 @@ pub(crate) const TABLES: [(&str, Generator); 35] = [
     ("confident", confident),
     ("language-model", language_model),
     ("decoding-all", decoding_all),
-    ("decoding-heads", decoding_heads),
-    ("penn-treebank-trials", |results| quality::trials(results, "penn-treebank-trials")),
     ("penn-treebank", quality::penn_treebank),
     ("regularisers", quality::regularisers),
     ("outputs", quality::outputs),
-    ("translation-trials", |results| quality::trials(results, "translation-trials")),
-    ("dialogue-trials", |results| quality::trials(results, "dialogue-trials")),
-    ("built-in-trials", |results| quality::trials(results, "built-in-trials")),
-    ("initial-values", quality::initial_values),
     ("bottleneck", quality::bottleneck),
-    ("ptb-small-trials", |results| runs::trials(results, "ptb-small-trials")),
     ("ptb-small", |results| runs::finals(results, "ptb-small", &[])),
-    ("multi30k-trials", |results| runs::trials(results, "multi30k-trials")),
     ("multi30k", |results| runs::finals(results, "multi30k", &[("bleu", "test BLEU")])),
-    ("switchboard-trials", |results| runs::trials(results, "switchboard-trials")),
     ("switchboard", |results| runs::finals(results, "switchboard", &SWITCHBOARD)),
     ("equal-time", runs::equal_time_table),
     ("multi30k-transformer-trials", vocabularies::trials),
-    ("captions-trials", |results| runs::trials(results, "captions-trials")),
     ("captions", captions::captions),
     ("multi30k-vocabularies", vocabularies::vocabularies),
     ("multi30k-equal-time", vocabularies::equal_time),
@@ -314,23 +304,6 @@ fn decoding_all(results: &Results) -> Result<String> {
     let header = "| V, K, batch | read | top-1 | top-10 | top-50 | sample | ancestral | log-probs | composed top-10 \
                   | PyTorch top-10 | PyTorch sample |";
     Ok(markdown(header, rows) + &source(&lines, true))
-}
-
-fn decoding_heads(results: &Results) -> Result<String> {
-    let lines = results.lines_of("decoding-heads");
-    let mut rows = vec![];
-    for (head, name) in [
-        ("softmax", "softmax of width 280"),
-        ("mos", "mixture of softmaxes, K = 15"),
-        ("mos-ancestral", "the same, ancestral"),
-    ] {
-        let batches = ["ptb-b1", "ptb-b8", "ptb-b32"].map(|shape| {
-            let line = lines.iter().find(|line| line.is("head", head) && line.is("shape", shape));
-            line.and_then(|line| line.number("sample_ms")).map_or(String::new(), milliseconds)
-        });
-        rows.push([vec![name.into()], batches.to_vec()].concat());
-    }
-    Ok(markdown("| | batch 1 | 8 | 32 |", rows) + &source(&lines, true))
 }
 
 fn label(line: &Line) -> String {

@@ -122,8 +122,6 @@ mod tests {
         assert!(one.contains("--compare needs two checkpoints, got 1"), "{one}");
         let same = args(&["--compare"], &[&paths[1], &paths[1]]);
         run(&same, &sources(&same)).expect("a model can be compared with itself");
-        paths.iter().for_each(|path| std::fs::remove_file(path).expect("was just written"));
-        folders.iter().for_each(|folder| std::fs::remove_dir_all(folder).expect("was just written"));
     }
 
     #[test]
@@ -137,7 +135,5 @@ mod tests {
         assert_eq!(shown(1), "  .. <eos> ___");
         let all = best(&source, &text.corpus, 0).expect("a ranking");
         assert_eq!(all.split(", ").count(), 5);
-        std::fs::remove_file(path).expect("was just written");
-        std::fs::remove_dir_all(folder).expect("was just written");
     }
 }

@@ -166,7 +166,6 @@ mod tests {
     use crate::sources::{self, log_softmax, random};
     use candle_core::{Tensor, Var, D};
     use lab::{data::language::Teacher, layers::HeadKind};
-    use std::path::PathBuf;
 
     /// More than any test needs.
     const ALL: usize = 1 << 30;
@@ -185,13 +184,7 @@ mod tests {
         let tensors = [("contexts", contexts), ("log_priors", &log_priors), ("targets", &targets)];
         let states = file(&format!("{name}_states"), &tensors);
         let flags = ["--gradient", "--weight", "w", "--bias", "b", "--hidden", states.to_str().expect("a text")];
-        let source = sources::open(&args(&[&flags, more].concat(), &[&decoder])).expect("valid files").remove(0);
-        remove([decoder, states]);
-        source
-    }
-
-    fn remove(paths: impl IntoIterator<Item = PathBuf>) {
-        paths.into_iter().for_each(|path| std::fs::remove_file(path).expect("was just written"));
+        sources::open(&args(&[&flags, more].concat(), &[&decoder])).expect("valid files").remove(0)
     }
 
     fn share(source: &Source, budget: usize) -> f64 {
@@ -288,7 +281,6 @@ mod tests {
             let args = args(&["--gradient", "--contexts", "60"], &[&path]);
             let sources = sources::open(&args).expect("a checkpoint of the lab");
             run(&args, &sources).expect("targets are known");
-            remove([path]);
             let weight = &sources[0].decoder().expect("a decoder").weight;
             assert_close(share(&sources[0], ALL), dense(&sources[0], weight).expect("fits"), 1e-10);
         }
@@ -302,7 +294,6 @@ mod tests {
         let args = args(&flags, &[&decoder]);
         let error = run(&args, &sources::open(&args).expect("valid files")).expect_err("no targets").to_string();
         assert!(error.contains("no_targets_decoder") && error.contains("the tensor targets"), "{error}");
-        remove([decoder, states]);
         let flags = ["bottleneck", "--gradient", "--log-probs", "p", "file"];
         let error = <Args as clap::Parser>::try_parse_from(flags).expect_err("no decoder").to_string();
         assert!(error.contains("--log-probs"), "{error}");

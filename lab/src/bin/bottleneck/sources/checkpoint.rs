@@ -121,27 +121,47 @@ pub(crate) mod tests {
     use clap::Parser;
     use lab::training::{Awd, InitialValues, Session};
     use std::collections::HashMap;
+    use std::ops::Deref;
     use std::path::PathBuf;
 
-    fn temporary(name: &str) -> PathBuf {
-        std::env::temp_dir().join(format!("bottleneck_{name}_{}.safetensors", std::process::id()))
+    /// A file or a folder that is removed at the end of a test.
+    pub(crate) struct Temporary(PathBuf);
+
+    impl Deref for Temporary {
+        type Target = Path;
+
+        fn deref(&self) -> &Path {
+            &self.0
+        }
+    }
+
+    impl Drop for Temporary {
+        fn drop(&mut self) {
+            let removed = if self.is_dir() { std::fs::remove_dir_all(&self.0) } else { std::fs::remove_file(&self.0) };
+            removed.unwrap_or_else(|error| eprintln!("{}: {error}", self.display()));
+        }
+    }
+
+    fn temporary(name: &str) -> Temporary {
+        let name = format!("bottleneck_{name}_{}.safetensors", std::process::id());
+        Temporary(std::env::temp_dir().join(name))
     }
 
     /// Writes these tensors as a file.
-    pub(crate) fn file(name: &str, tensors: &[(&str, &Tensor)]) -> PathBuf {
+    pub(crate) fn file(name: &str, tensors: &[(&str, &Tensor)]) -> Temporary {
         let path = temporary(name);
         let tensors: HashMap<&str, Tensor> = tensors.iter().map(|&(key, tensor)| (key, tensor.clone())).collect();
-        candle_core::safetensors::save(&tensors, &path).expect("writes");
+        candle_core::safetensors::save(&tensors, &*path).expect("writes");
         path
     }
 
     /// Returns an untrained model of six units, whose mixtures have contexts of size 5.
-    pub(crate) fn saved(name: &str, kind: HeadKind, corpus: Corpus) -> PathBuf {
+    pub(crate) fn saved(name: &str, kind: HeadKind, corpus: Corpus) -> Temporary {
         let recipe = Recipe { hidden: 6, embedding: Some(8), context: Some(5), seed: 1, ..Recipe::BASE };
         saved_with(name, kind, corpus, &recipe)
     }
 
-    fn saved_with(name: &str, kind: HeadKind, corpus: Corpus, recipe: &Recipe) -> PathBuf {
+    fn saved_with(name: &str, kind: HeadKind, corpus: Corpus, recipe: &Recipe) -> Temporary {
         let (vocab, values) = (corpus.words.len(), InitialValues::Even);
         let model = LanguageModel::new(kind, vocab, values, recipe, &Device::Cpu).expect("valid sizes");
         let session = Session::new(kind, model, corpus.data, recipe).expect("valid sizes");
@@ -151,13 +171,13 @@ pub(crate) mod tests {
     }
 
     /// Makes a folder with this text for training and validation.
-    pub(crate) fn folder(name: &str, text: &str) -> PathBuf {
+    pub(crate) fn folder(name: &str, text: &str) -> Temporary {
         let folder = std::env::temp_dir().join(format!("bottleneck_{name}_{}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("creates");
         for file in ["train.txt", "valid.txt"] {
             std::fs::write(folder.join(file), text).expect("writes");
         }
-        folder
+        Temporary(folder)
     }
 
     pub(crate) fn args(flags: &[&str], paths: &[&Path]) -> Args {
@@ -186,8 +206,6 @@ pub(crate) mod tests {
             assert_eq!(row(&few, i).expect("numbers"), row(&all, same).expect("numbers"));
             assert_eq!(few.targets.as_ref().expect("known")[i], all.targets.as_ref().expect("known")[same]);
         }
-        std::fs::remove_file(path).expect("was just written");
-        std::fs::remove_dir_all(folder).expect("was just written");
     }
 
     #[test]
@@ -201,8 +219,6 @@ pub(crate) mod tests {
         let mut targets = source.targets.expect("known");
         targets.sort_unstable();
         assert_eq!(targets, [3, 3, 3, 4]);
-        std::fs::remove_file(path).expect("was just written");
-        std::fs::remove_dir_all(folder).expect("was just written");
     }
 
     #[test]
@@ -216,9 +232,7 @@ pub(crate) mod tests {
             let width = if kind == HeadKind::Softmax { 6 } else { 5 };
             let head = source.head.expect("a checkpoint has one");
             assert_eq!((source.vocab(), head.width, source.contexts()), (9, width, 20), "{kind:?}");
-            std::fs::remove_file(path).expect("was just written");
         }
-        std::fs::remove_dir_all(folder).expect("was just written");
     }
 
     #[test]
@@ -228,10 +242,8 @@ pub(crate) mod tests {
         let error =
             open(&args(&["--data", other.to_str().expect("a text")], &[&path])).err().expect("must fail").to_string();
         assert!(error.contains("bottleneck_own") && error.contains("bottleneck_other"), "{error}");
-        std::fs::remove_dir_all(&own).expect("was just written");
+        drop(own);
         let error = open(&args(&[], &[&path])).err().expect("must fail").to_string();
         assert!(error.contains("train.txt") && error.contains("--data DIR"), "{error}");
-        std::fs::remove_file(path).expect("was just written");
-        std::fs::remove_dir_all(other).expect("was just written");
     }
 }

@@ -98,10 +98,9 @@ impl<'a> File<'a> {
 pub(super) mod tests {
     use super::*;
     use crate::sources::open;
-    use crate::sources::tests::{args, file};
+    use crate::sources::tests::{args, file, Temporary};
     use crate::study::{study, Study};
     use candle_core::D;
-    use std::path::PathBuf;
 
     pub(crate) const VOCAB: usize = 40;
     pub(crate) const WIDTH: usize = 7;
@@ -123,7 +122,7 @@ pub(super) mod tests {
     pub(crate) struct Decoder {
         weight: Tensor,
         bias: Tensor,
-        path: PathBuf,
+        path: Temporary,
     }
 
     impl Decoder {
@@ -145,13 +144,7 @@ pub(super) mod tests {
             let states = file(self.path.file_stem().and_then(|stem| stem.to_str()).expect("a text"), states);
             let flags = ["--weight", "w", "--bias", "b", "--hidden", states.to_str().expect("a text")];
             let args = args(&[&flags, more].concat(), &[&self.path]);
-            let result = open(&args).and_then(|sources| study(&sources[0], &args));
-            std::fs::remove_file(states).expect("was just written");
-            result
-        }
-
-        pub(crate) fn remove(self) {
-            std::fs::remove_file(self.path).expect("was just written");
+            open(&args).and_then(|sources| study(&sources[0], &args))
         }
     }
 
@@ -159,9 +152,7 @@ pub(super) mod tests {
     pub(crate) fn study_log_probs(name: &str, tensors: &[(&str, &Tensor)], more: &[&str]) -> Result<Study> {
         let path = file(name, tensors);
         let args = args(&[&["--log-probs", "p"], more].concat(), &[&path]);
-        let result = open(&args).and_then(|sources| study(&sources[0], &args));
-        std::fs::remove_file(path).expect("was just written");
-        result
+        open(&args).and_then(|sources| study(&sources[0], &args))
     }
 
     pub(crate) fn assert_close(a: Option<f64>, b: Option<f64>) {

@@ -67,7 +67,6 @@ mod tests {
             assert_eq!(found.rank, WIDTH + 2);
             assert!(found.head.is_none() && found.priors.is_none() && found.posteriors.is_none());
         }
-        decoder.remove();
     }
 
     /// Their roundoff would give them full rank.
@@ -78,7 +77,6 @@ mod tests {
         let found = study_log_probs("stored", &[("p", &log_probs)], &[]).expect("a valid file");
         assert_eq!((found.rank, found.perplexity), (WIDTH + 2, None));
         assert!(found.spectrum.rank(f64::EPSILON) > WIDTH + 2);
-        decoder.remove();
     }
 
     #[test]

@@ -112,7 +112,6 @@ mod tests {
         let chosen = joint.gather(&index.contiguous().expect("copies"), 3).and_then(|joint| joint.squeeze(3));
         let posteriors = found.posteriors.expect("targets are known").in_a_context();
         assert_close(Some(effective(&log_softmax(&chosen.expect("ids")))), Some(posteriors));
-        decoder.remove();
     }
 
     #[test]
@@ -124,7 +123,6 @@ mod tests {
         let mixture = decoder.study(&[("contexts", &contexts), ("targets", &targets)], &[]).expect("valid files");
         assert_same(&softmax, &mixture);
         assert_eq!(mixture.priors.expect("one component").in_all(), 1.0);
-        decoder.remove();
     }
 
     #[test]
@@ -151,6 +149,5 @@ mod tests {
         fails(&[("contexts", &nan), ("log_priors", &log_priors)], &["row 17 of contexts has NaN"]);
         let nan = with(&random(&[30, WIDTH]), 2, f64::NAN);
         fails(&[("hidden", &nan)], &["row 2 of hidden has NaN"]);
-        decoder.remove();
     }
 }

@@ -172,45 +172,45 @@ mod tests {
 
     #[test]
     fn padding_changes_nothing() {
-        ARCHITECTURES.into_iter().for_each(check_that_padding_changes_nothing);
-    }
-
-    fn check_that_padding_changes_nothing(architecture: Architecture) {
-        let model = model(architecture, HeadKind::Mos);
-        let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
-        let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
-        let hidden = |positions| {
-            let sources = Sources::new(&sentences, positions, &Device::Cpu).unwrap();
-            let mut state = model.encode(&sources, None).unwrap();
-            model.decode(&ids, &mut state, None).unwrap()
-        };
-        let (tight, wide) = (hidden(0), hidden(11));
-        let difference = (tight - wide).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
-        assert!(difference < 2e-6, "{architecture:?} {difference}");
+        for architecture in ARCHITECTURES {
+            let model = model(architecture, HeadKind::Mos);
+            let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
+            let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
+            let hidden = |positions| {
+                let sources = Sources::new(&sentences, positions, &Device::Cpu).unwrap();
+                let mut state = model.encode(&sources, None).unwrap();
+                model.decode(&ids, &mut state, None).unwrap()
+            };
+            let difference = (hidden(0) - hidden(11)).unwrap().abs().unwrap().max_all().unwrap();
+            assert!(difference.to_scalar::<f32>().unwrap() < 2e-6, "{architecture:?} {difference}");
+        }
     }
 
     #[test]
     fn step_by_step_equals_all_at_once() {
-        ARCHITECTURES.into_iter().for_each(check_that_step_by_step_equals_all_at_once);
-    }
-
-    fn check_that_step_by_step_equals_all_at_once(architecture: Architecture) {
-        let model = model(architecture, HeadKind::Softmax);
-        let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
-        let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
-        let all = model.decode(&ids, &mut model.encode(&sources, None).unwrap(), None).unwrap();
-        let mut state = model.encode(&sources, None).unwrap();
         let swap = Tensor::new(&[1u32, 0], &Device::Cpu).unwrap();
-        for step in 0..3 {
-            // Rows are swapped at every step, as in a beam.
-            let column = ids.narrow(1, step, 1).unwrap();
-            let column =
-                if step % 2 == 0 { column } else { column.contiguous().unwrap().index_select(&swap, 0).unwrap() };
-            let one = model.decode(&column.contiguous().unwrap(), &mut state, None).unwrap();
-            let one = if step % 2 == 0 { one } else { one.contiguous().unwrap().index_select(&swap, 0).unwrap() };
-            let difference = (one - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap().max_all().unwrap();
-            assert!(difference.to_scalar::<f32>().unwrap() < 1e-5, "{architecture:?} {step}");
-            state = state.select(&swap).unwrap();
+        for architecture in ARCHITECTURES {
+            let model = model(architecture, HeadKind::Softmax);
+            let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
+            let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
+            let all = model.decode(&ids, &mut model.encode(&sources, None).unwrap(), None).unwrap();
+            let mut state = model.encode(&sources, None).unwrap();
+            for step in 0..3 {
+                // Rows are swapped at every step, as in a beam.
+                let swapped = |rows: Tensor| {
+                    let rows = rows.contiguous().unwrap();
+                    if step % 2 == 0 {
+                        rows
+                    } else {
+                        rows.index_select(&swap, 0).unwrap()
+                    }
+                };
+                let one = model.decode(&swapped(ids.narrow(1, step, 1).unwrap()), &mut state, None).unwrap();
+                let difference = (swapped(one) - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap();
+                let difference = difference.max_all().unwrap().to_scalar::<f32>().unwrap();
+                assert!(difference < 1e-5, "{architecture:?} {step}");
+                state = state.select(&swap).unwrap();
+            }
         }
     }
 

@@ -84,18 +84,9 @@ mod tests {
         hidden: usize,
         dropout: f64,
     ) -> Session<Seq2Seq> {
-        let recipe = Recipe {
-            components: 2,
-            hidden,
-            epochs,
-            batch: 16,
-            lr: 0.005,
-            decay: 0.8,
-            dropout,
-            label_smoothing: 0.1,
-            seed: 3,
-            ..Recipe::BASE
-        };
+        let recipe =
+            Recipe { components: 2, batch: 16, lr: 0.005, decay: 0.8, label_smoothing: 0.1, seed: 3, ..Recipe::BASE };
+        let recipe = Recipe { hidden, epochs, dropout, ..recipe };
         let model = Seq2Seq::new(kind, setting.clone(), &recipe, &Device::Cpu).unwrap();
         Session::new(kind, model, data(corpus, setting), &recipe).unwrap()
     }
@@ -172,12 +163,8 @@ mod tests {
         let mut checkpoint = session.checkpoint().unwrap();
         let again = Setting::from_checkpoint(&checkpoint).unwrap();
         assert_eq!(again.architecture, TRANSFORMER);
-        let alone = Session::new(
-            HeadKind::Mos,
-            load_model(&checkpoint, &Device::Cpu).unwrap(),
-            data(&corpus, &setting),
-            &Recipe::BASE,
-        );
+        let model = load_model(&checkpoint, &Device::Cpu).unwrap();
+        let alone = Session::new(HeadKind::Mos, model, data(&corpus, &setting), &Recipe::BASE);
         assert!((alone.unwrap().valid_nll().unwrap() - session.history[0][1]).abs() < 1e-6);
 
         assert!(again.clone().require_architecture(TRANSFORMER).is_ok());

@@ -9,25 +9,12 @@ fn data(targets: usize) -> Data<u32> {
     Data::new("squares".into(), ["a", "b"], text(targets), text(targets / 9))
 }
 
+const SMALL: Recipe =
+    Recipe { hidden: 6, context: Some(5), batch: 4, bptt: 8, layers: 2, lr: 1.0, seed: 3, ..Recipe::BASE };
+
 fn session(epochs: usize, optimizer: OptimizerKind, components: usize) -> Session<LanguageModel> {
-    let lr = if optimizer == OptimizerKind::Adam { 0.01 } else { 1.0 };
-    let (hidden, context, batch, bptt) = (6, Some(5), 4, 8);
-    let recipe = Recipe {
-        epochs,
-        optimizer,
-        components,
-        lr,
-        hidden,
-        context,
-        batch,
-        bptt,
-        warmup: 10,
-        clip: 0.5,
-        layers: 2,
-        seed: 3,
-        ..Recipe::BASE
-    };
-    with_recipe(recipe)
+    let lr = if optimizer == OptimizerKind::Adam { 0.01 } else { SMALL.lr };
+    with_recipe(Recipe { epochs, optimizer, components, lr, warmup: 10, clip: 0.5, ..SMALL })
 }
 
 fn with_recipe(recipe: Recipe) -> Session<LanguageModel> {
@@ -132,9 +119,7 @@ fn training_lowers_the_loss() {
 fn regularized(epochs: usize) -> Recipe {
     let (inner, weight_decay, small_batch, nonmono) = (Some(7), Some(1e-4), Some(3), Some(1));
     let awd = Awd { inner, weight_decay, small_batch, nonmono, ..Awd::RANDOM };
-    let optimizer = OptimizerKind::Sgd;
-    let (hidden, context, batch, bptt, layers) = (6, Some(5), 4, 8, 2);
-    Recipe { awd, epochs, optimizer, hidden, context, batch, bptt, layers, lr: 1.0, seed: 3, ..Recipe::BASE }
+    Recipe { awd, epochs, optimizer: OptimizerKind::Sgd, ..SMALL }
 }
 
 #[test]
@@ -247,13 +232,8 @@ fn finetuning_leaves_a_model_that_is_better_than_it_gets() {
     first.run(Some(&path), None, None).expect("trains");
     let good = std::fs::read(&path).expect("was just written");
     // Steps that are far too long.
-    let recipe = Recipe {
-        finetune: true,
-        lr: 300.0,
-        clip: 0.0,
-        awd: Awd { weight_decay: None, ..regularized(2).awd },
-        ..regularized(2)
-    };
+    let awd = Awd { weight_decay: None, ..regularized(2).awd };
+    let recipe = Recipe { finetune: true, lr: 300.0, clip: 0.0, awd, ..regularized(2) };
     let mut session = with_recipe(recipe);
     session.model.restore(&load(&path)).expect("the same sizes");
     let before = session.valid_nll().expect("evaluates");

@@ -97,46 +97,44 @@ fn words(text: &str) -> Vec<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scores::cider::tests::captions;
-
-    const HYPOTHESES: [&str; 5] = [
-        "a man in a blue shirt is standing on a ladder cleaning a window .",
-        "two dogs play in the the the snow",
-        "a group of people",
-        "the cat sat on the mat",
-        "",
-    ];
-    const REFERENCES: [&str; 5] = [
-        "a man in a blue shirt is standing on a ladder and cleaning a window .",
-        "two dogs are playing in the snow .",
-        "a group of men are loading cotton onto a truck",
-        "the cat is on the mat",
-        "nothing",
-    ];
+    use crate::scores::cider::tests::{captions, golden};
+    use serde_json::Value;
+    use std::ops::Range;
 
     fn close(found: f64, expected: f64) {
         assert!((found - expected).abs() < 1e-9, "{found}, expected {expected}");
     }
 
+    /// Returns hypotheses and references.
+    fn sentences(golden: &Value) -> Vec<(&str, &str)> {
+        let sentences = golden["sentences"].as_array().unwrap().iter();
+        sentences
+            .map(|sentence| (sentence["hypothesis"].as_str().unwrap(), sentence["reference"].as_str().unwrap()))
+            .collect()
+    }
+
     /// The values of sacrebleu 2.6.0: `corpus_bleu(hypotheses, [references], tokenize="none", force=True).score`.
     #[test]
     fn corpus_bleu_equals_sacrebleu() {
-        let bleu = |range: std::ops::Range<usize>| corpus_bleu(range.map(|i| (HYPOTHESES[i], [REFERENCES[i]])));
-        close(bleu(0..5), CORPUS[0]);
-        close(bleu(0..1), CORPUS[1]);
-        close(bleu(0..2), CORPUS[2]);
-        close(corpus_bleu(REFERENCES.into_iter().map(|text| (text, [text]))), 100.0);
+        let golden = golden();
+        let sentences = sentences(&golden);
+        let bleu = |range: Range<usize>| {
+            corpus_bleu(sentences[range].iter().map(|&(hypothesis, reference)| (hypothesis, [reference])))
+        };
+        close(bleu(0..5), 47.73528017075043);
+        close(bleu(0..1), 81.96501312471537);
+        close(bleu(0..2), 64.2726950903272);
+        close(corpus_bleu(sentences.iter().map(|&(_, reference)| (reference, [reference]))), 100.0);
         close(bleu(4..5), 0.0);
     }
 
     /// The values of sacrebleu 2.6.0, as above, with `[[references[0], ..], [references[1], ..], [references[2], ..]]`.
     #[test]
     fn corpus_bleu_of_several_references_equals_sacrebleu() {
-        let bleu = |range| corpus_bleu(captions(range).into_iter());
-        close(bleu(0..1), 75.10499815709778);
-        close(bleu(0..2), 70.39848207052137);
-        close(bleu(0..3), 61.604926348104726);
-        close(bleu(0..4), 54.22596206835203);
+        let expected = [75.10499815709778, 70.39848207052137, 61.604926348104726, 54.22596206835203];
+        for (count, expected) in (1..).zip(expected) {
+            close(corpus_bleu(captions(&golden(), count).into_iter()), expected);
+        }
     }
 
     #[test]
@@ -154,20 +152,11 @@ mod tests {
     /// The values of NLTK 3.10.4: `sentence_bleu([reference], hypothesis, [1/n] * n, SmoothingFunction().method2)`.
     #[test]
     fn sentence_bleu_equals_nltk() {
-        for (i, expected) in SENTENCES.iter().enumerate() {
-            let found = sentence_bleu(HYPOTHESES[i], REFERENCES[i]);
-            for n in 0..ORDERS {
-                close(found[n], expected[n]);
-            }
+        let golden = golden();
+        for (i, (hypothesis, reference)) in sentences(&golden).into_iter().enumerate() {
+            let expected: [f64; ORDERS] = serde_json::from_value(golden["sentences"][i]["bleu"].clone()).unwrap();
+            let found = sentence_bleu(hypothesis, reference);
+            found.into_iter().zip(expected).for_each(|(found, expected)| close(found, expected));
         }
     }
-
-    const CORPUS: [f64; 3] = [47.73528017075043, 81.96501312471537, 64.2726950903272];
-    const SENTENCES: [[f64; ORDERS]; 5] = [
-        [0.9355069850316178, 0.9037856112523318, 0.8684477550979027, 0.828578563340278],
-        [0.625, 0.5590169943749475, 0.3547458529925959, 0.2936974547349607],
-        [0.16734762011132237, 0.16734762011132237, 0.16090468879834804, 0.14682790263863815],
-        [0.8333333333333334, 0.7453559924999299, 0.60570686427738, 0.48549177170732344],
-        [0.0, 0.0, 0.0, 0.0],
-    ];
 }

@@ -76,33 +76,17 @@ fn similarity(caption: &Vector, reference: &Vector) -> f64 {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use serde_json::Value;
 
-    pub(crate) const CAPTIONS: [(&str, [&str; 3]); 4] = [
-        (
-            "a big red circle is to the left of two small squares",
-            [
-                "a big red circle is left of two small blue squares",
-                "two little boxes with a large crimson disc on their left",
-                "there is a circle to the left of two squares",
-            ],
-        ),
-        (
-            "three three three rings above a cross",
-            ["three rings above a cross", "a cross with three hoops over it", "three black rings are over a plus"],
-        ),
-        (
-            "a picture of a ring",
-            [
-                "a white ring",
-                "we see a pale ring and nothing else but the grey background",
-                "the picture shows only a ring",
-            ],
-        ),
-        ("nothing of this", ["a square inside a circle", "a circle around a square", "a box in the middle of a disc"]),
-    ];
+    pub(crate) fn golden() -> Value {
+        serde_json::from_str(include_str!("golden/texts.json")).unwrap()
+    }
 
-    pub(crate) fn captions(range: std::ops::Range<usize>) -> Vec<(&'static str, Vec<&'static str>)> {
-        CAPTIONS[range].iter().map(|(caption, references)| (*caption, references.to_vec())).collect()
+    pub(crate) fn captions<'a>(golden: &'a Value, count: usize) -> Vec<(&'a str, Vec<&'a str>)> {
+        let all = golden["captions"].as_array().unwrap()[..count].iter();
+        let references =
+            |one: &'a Value| one["references"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+        all.map(|one| (one["caption"].as_str().unwrap(), references(one))).collect()
     }
 
     fn close(found: f64, expected: f64) {
@@ -113,8 +97,8 @@ pub(crate) mod tests {
     /// captions)`.
     #[test]
     fn cider_d_equals_that_of_coco() {
-        close(cider_d(&captions(0..4)), 1.878851992634841);
-        close(cider_d(&captions(0..3)), 2.445124609346929);
-        close(cider_d(&captions(0..2)), 3.13442316996706);
+        for (count, expected) in [(4, 1.878851992634841), (3, 2.445124609346929), (2, 3.13442316996706)] {
+            close(cider_d(&captions(&golden(), count)), expected);
+        }
     }
 }

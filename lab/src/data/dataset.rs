@@ -1,6 +1,6 @@
 //! What a model is trained on and what it is evaluated on.
 
-use super::Digest;
+use super::digest::Digest;
 
 /// A corpus as a model reads it.
 #[derive(Clone, Debug)]

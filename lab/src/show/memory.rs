@@ -114,7 +114,7 @@ mod pool {
 
 #[cfg(feature = "metal")]
 mod buffers {
-    use super::End;
+    use crate::show::memory::End;
     use candle_core::MetalDevice;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::Arc;

@@ -18,16 +18,31 @@ type Imports = BTreeMap<String, BTreeSet<String>>;
 fn files(folder: &Path, module: &str, found: &mut Files) {
     for entry in std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path()) {
         let name = entry.file_stem().and_then(|name| name.to_str()).expect("a name").to_owned();
-        let path = if ["mod", "lib"].contains(&&*name) { module.into() } else { format!("{module}::{name}") };
+        let is_root = ["mod", "lib", "main"].contains(&&*name);
+        let path = if is_root { module.into() } else { format!("{module}::{name}") };
         if entry.is_dir() {
             files(&entry, &path, found);
         } else if entry.extension().is_some_and(|extension| extension == "rs") {
             let text = std::fs::read_to_string(&entry).expect("a text");
             let lines = text.lines().map(|line| line.split("//").next().unwrap_or("").to_owned() + "\n");
             let code: String = lines.collect();
-            found.insert(path, code.split("#[cfg(test)]\nmod tests").next().unwrap_or("").to_owned());
+            found.insert(path, without_tests(&code));
         }
     }
+}
+
+/// A file's code up to its unit tests, without what only tests import.
+fn without_tests(code: &str) -> String {
+    let mut parts = code.split("#[cfg(test)]\n");
+    let mut text = parts.next().unwrap_or("").to_owned();
+    for part in parts {
+        let (line, rest) = part.split_once('\n').unwrap_or((part, ""));
+        if line.contains("mod tests {") {
+            break;
+        }
+        text += if line.ends_with(';') { rest } else { part };
+    }
+    text
 }
 
 /// The modules that a module names, by `crate::`, by `super::`, or its children by their own names.
@@ -93,24 +108,72 @@ fn imports_never_turn_back() {
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), "", &mut all);
     // What only tests have.
     all.retain(|module, _| !module.contains("testing") && !module.ends_with("language_rules"));
-    let module = |line| str::strip_prefix(line, "pub ").unwrap_or(line).strip_prefix("mod ")?.strip_suffix(';');
-    let order: Vec<&str> = all[""].lines().filter_map(module).collect();
+    let order = order(&all);
     assert!(order.len() < TOP_LEVEL, "{} entries in src", order.len());
     for (folder, child) in pairs(&all_imports(&all)) {
         println!("{folder} and {child} import each other's layer, if re-exports count");
     }
-    let mut rest = all_imports(&without_re_exports(&all));
+    let imports = all_imports(&without_re_exports(&all));
+    let from_root = imports.iter().find(|(_, imports)| imports.contains(""));
+    assert!(from_root.is_none(), "an import through lib.rs: {from_root:?}");
+    assert_order(&imports, &order);
+    assert_no_circles(imports);
+}
+
+/// The modules that `lib.rs` lists.
+fn order(files: &Files) -> Vec<&str> {
+    let module = |line| str::strip_prefix(line, "pub ").unwrap_or(line).strip_prefix("mod ")?.strip_suffix(';');
+    files[""].lines().filter_map(module).collect()
+}
+
+/// Each module imports only modules that are listed below it; the root is below all.
+fn assert_order(imports: &Imports, order: &[&str]) {
+    let place = |module: &str| order.iter().position(|top| module.split("::").nth(1) == Some(top));
+    for (module, import) in imports.iter().flat_map(|(module, imports)| imports.iter().map(move |i| (module, i))) {
+        assert!(import.is_empty() || place(import) >= place(module), "{module} imports {import}");
+    }
+}
+
+fn assert_no_circles(mut rest: Imports) {
     let found = pairs(&rest);
     assert!(found.is_empty(), "modules that import each other's layer: {found:#?}");
-    let place = |module: &str| order.iter().position(|top| module.split("::").nth(1) == Some(top));
-    for (module, import) in rest.iter().flat_map(|(module, imports)| imports.iter().map(move |i| (module, i))) {
-        assert!(place(import) >= place(module) && !import.is_empty(), "{module} imports {import:?}");
-    }
     // What imports nothing that is left goes, until nothing does.
     while let Some(leaf) = rest.iter().find(|(_, i)| i.iter().all(|i| !rest.contains_key(i))).map(|(m, _)| m.clone()) {
         rest.remove(&leaf);
     }
     assert!(rest.is_empty(), "circles among {rest:#?}");
+}
+
+/// The lab's library has an order as this crate has. Its root, which defines what all use, uses none of its folders; the
+/// root of a program uses its files, and they use nothing of it. No file imports through the `mod.rs` of its own folder,
+/// whose re-exports would hide a circle.
+#[test]
+fn the_labs_imports_never_turn_back() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    if is_published(root) {
+        return;
+    }
+    let read = |folder: &Path| {
+        let mut found = Files::new();
+        files(folder, "", &mut found);
+        found.retain(|module, _| !module.ends_with("::tests") && !module.starts_with("::bin::"));
+        let found = without_re_exports(&found);
+        let imports: Imports = all_imports(&found).into_iter().chain([(String::new(), imports("", &found))]).collect();
+        for (module, import) in imports.iter().flat_map(|(module, imports)| imports.iter().map(move |i| (module, i))) {
+            let is_own = !import.is_empty() && module.starts_with(&format!("{import}::"));
+            assert!(!is_own, "{module} imports through the mod.rs of its folder");
+        }
+        (found, imports)
+    };
+    let (library, imports) = read(&root.join("lab/src"));
+    let order = order(&library);
+    assert_eq!(order.len(), 5, "{order:?}");
+    assert_order(&imports, &order);
+    assert_no_circles(imports);
+    let programs = std::fs::read_dir(root.join("lab/src/bin")).expect("a folder").map(|entry| entry.expect("an entry"));
+    let programs: Vec<_> = programs.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+    assert!(programs.len() > 8, "{programs:?}");
+    programs.iter().for_each(|program| assert_no_circles(read(program).1));
 }
 
 #[test]

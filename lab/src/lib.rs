@@ -1,54 +1,18 @@
 //! The lab's programs share this library: models, their training, their texts and what is printed about them.
 //!
-//! `heads` is the loop over the output layers, `session` the training of one of them, `train` one epoch of it, for any
-//! `model`; `language_model` is the LSTM of the programs `language_model` and `characters`.
+//! Each folder imports only those below it in this list: `training` (heads one by one, their sessions, the language
+//! model), `scores` of texts, `data`, the `layers` of models with their output layers, and what a program asks and shows
+//! (`show`). All use the type of errors, which stands here.
 
-pub mod attention;
-pub mod awd;
-pub mod batches;
-pub mod bleu;
-pub mod bpe;
-pub mod checkpoint;
-pub mod cider;
-pub mod codes;
-pub mod device;
-pub mod digest;
-pub mod dropout;
-pub mod flags;
-pub mod generate;
-pub mod gguf;
-pub mod head;
-pub mod heads;
-pub mod init;
-pub mod inplace;
-pub mod language;
-pub mod language_model;
-mod learn_table;
-pub mod measure;
-pub mod memory;
-pub mod model;
-pub mod optimizer;
-pub mod output;
-pub mod plot;
-pub mod progress;
-pub mod ranks;
-pub mod recipe;
-mod recurrence;
-mod recurrence_cpu;
-pub mod recurrent;
-pub mod recurrent_decoder;
-pub mod report;
-mod results;
-pub mod sequences;
-pub mod session;
-pub mod sizes;
-pub mod table;
-mod table_picture;
-pub mod text;
-pub mod train;
-pub mod transformer;
-pub mod values;
-pub mod words;
+pub mod training;
+
+pub mod scores;
+
+pub mod data;
+
+pub mod layers;
+
+pub mod show;
 
 use std::process::ExitCode;
 

@@ -9,7 +9,9 @@ from machine import git
 DOCUMENTS = ["README.md", "lab/README.md", "benches/RESULTS.md", "docs/measurements.md"]
 ENGINE = ["src/backend/cpu", "src/backend/*.rs", "src/mixture", "src/loss", "src/heads"]
 DECODING = ["src/decoding", "src/backend/cpu", "src/backend/*.rs", "src/mixture"]
-TRAINING = [*ENGINE, "lab/src/*.rs", "lab/src/bin/language_model"]
+# All of the lab's library.
+LAB = ["lab/src/*.rs", "lab/src/[!b]*/**"]
+TRAINING = [*ENGINE, *LAB, "lab/src/bin/language_model"]
 VOCABULARIES = [*ENGINE, "src/decoder", "src/two_level"]
 CODE = dict.fromkeys(["step-ptb", "step-llm", "steps", "without-gradients", "dtypes", "instruction-sets"], ENGINE)
 CODE |= dict.fromkeys(["positions", "confident", "budget", "docs/step.svg"], ENGINE)
@@ -17,7 +19,7 @@ CODE |= {"decoding": DECODING, "decoding-all": DECODING, "decoding-heads": DECOD
 CODE |= {"output-steps": VOCABULARIES, "outputs": [*VOCABULARIES, *TRAINING], "language-model": TRAINING}
 CODE |= {"fine-tune": [*ENGINE, "src/decoder", "lab/src/bin/fine_tune"], "docs/memory.svg": ENGINE}
 CODE |= {"penn-treebank": TRAINING, "assignment": ["codes/src/assignment"]}
-TRANSLATION = [*ENGINE, "lab/src/*.rs", "lab/src/transformer", "lab/src/bin/translation"]
+TRANSLATION = [*ENGINE, *LAB, "lab/src/bin/translation"]
 CODE |= dict.fromkeys(["fast-mos", "multi30k-vocabularies", "multi30k-equal-time"], [*TRANSLATION, "codes/src"])
 CODE |= {"characters": [*ENGINE, "lab/src/bin/characters"]}
 

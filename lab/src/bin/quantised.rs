@@ -3,11 +3,11 @@
 //!     cargo run --release -p lab --bin quantised -- --vocab 128256 --context 2048
 //!
 //! Prints a table, some minutes on 2 cores. All that a row of it compares runs in turn, after candle has repacked its
-//! weights; times are medians. *ratio* is the time over candle's `QMatMul`, which rounds the activations to 8 bits; *f32* that over
-//! candle's product of the dequantised rows. The errors are root mean squares over a sample of logits against f64 of the dequantised rows,
-//! relative to that of the logits. *loss* is a loss with the gradient of the hidden states over the same of
-//! a frozen decoder in f32, *adapter* that with an adapter of rank 16 that is trained too, and *next* `next_tokens` over the
-//! same.
+//! weights; times are medians. *ratio* is the time over candle's `QMatMul`, which rounds the activations to 8 bits; *f32*
+//! that over candle's product of the dequantised rows. The errors are root mean squares over a sample of logits against
+//! f64 of the dequantised rows, relative to that of the logits. *loss* is a loss with the gradient of the hidden states
+//! over the same of a frozen decoder in f32, *adapter* that with an adapter of rank 16 that is trained too, and *next*
+//! `next_tokens` over the same.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -16,8 +16,7 @@ use std::time::Instant;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use clap::Parser;
-use lab::report::median;
-use lab::values::positive;
+use lab::show::{report::median, values::positive};
 use mos_head::decode::{Sampling, TokenRequest};
 use mos_head::parts::{LowRankAdapter, QuantisedLinear};
 use mos_head::{LossOptions, OutputLayer, Result, SoftmaxHead};
@@ -142,7 +141,8 @@ fn medians<const N: usize>(reps: usize, mut functions: [&mut dyn FnMut() -> Resu
     Ok(seconds.map(|seconds: Vec<f64>| median(&seconds)))
 }
 
-/// Returns the root mean square of the errors of each position's first logits against f64, relative to that of the logits.
+/// Returns the root mean square of the errors of each position's first logits against f64, relative to that of the
+/// logits.
 fn relative_error(logits: &Tensor, input: &Tensor, rows: &Tensor) -> Result<f64> {
     let n = SAMPLE.min(rows.dim(0)?);
     let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);

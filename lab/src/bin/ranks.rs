@@ -15,7 +15,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use clap::{Parser, ValueEnum};
-use lab::memory::Peak;
+use lab::show::Peak;
 use mos_head::distributed::{Collectives, Mpi, Numbers, VocabShard};
 use mos_head::{Distributions, LossOptions, Mixture, Result};
 use serde_json::json;

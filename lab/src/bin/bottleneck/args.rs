@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use clap::{Parser, ValueEnum};
-use lab::values::positive;
+use lab::show::values::positive;
 use std::path::PathBuf;
 
 /// Measures the rank of a language model's log-probabilities, and what a lower rank would cost.

@@ -3,7 +3,7 @@
 use crate::args::Args;
 use crate::source::{values, Source, Text};
 use candle_core::{Device, Tensor};
-use lab::text::{Corpus, END_OF_SENTENCE};
+use lab::data::{Corpus, END_OF_SENTENCE};
 use lab::Result;
 use mos_head::Distributions;
 
@@ -93,10 +93,9 @@ fn best(source: &Source, corpus: &Corpus, i: usize) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::tests::{args, folder, saved};
-    use crate::source::{open, Source};
-    use lab::head::HeadKind;
-    use lab::language::Teacher;
+    use crate::sources::open;
+    use crate::sources::tests::{args, folder, saved};
+    use lab::{data::language::Teacher, layers::HeadKind};
 
     fn sources(args: &Args) -> Vec<Source> {
         open(args).expect("opens")
@@ -123,8 +122,6 @@ mod tests {
         assert!(one.contains("--compare needs two checkpoints, got 1"), "{one}");
         let same = args(&["--compare"], &[&paths[1], &paths[1]]);
         run(&same, &sources(&same)).expect("a model can be compared with itself");
-        paths.iter().for_each(|path| std::fs::remove_file(path).expect("was just written"));
-        folders.iter().for_each(|folder| std::fs::remove_dir_all(folder).expect("was just written"));
     }
 
     #[test]
@@ -138,7 +135,5 @@ mod tests {
         assert_eq!(shown(1), "  .. <eos> ___");
         let all = best(&source, &text.corpus, 0).expect("a ranking");
         assert_eq!(all.split(", ").count(), 5);
-        std::fs::remove_file(path).expect("was just written");
-        std::fs::remove_dir_all(folder).expect("was just written");
     }
 }

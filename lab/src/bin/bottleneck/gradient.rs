@@ -10,12 +10,11 @@
 //! of a mixture of softmaxes have `G_k = r_k (s_k - y)`, with the responsibility `r_k = pi_k s_kt / P(t)` of the
 //! component for the target t; the sums of squares are over all positions and components.
 
-use crate::args::Args;
 use crate::source::{values, Decoder, Source};
-use crate::spectrum::Rows;
+use crate::{args::Args, spectrum::Rows};
 use faer::{Mat, MatRef};
-use lab::report::{number, table};
-use lab::{progress, Result};
+use lab::show::report::{number, table};
+use lab::{show::progress, Result};
 use mos_head::Distributions;
 use serde_json::{json, Value};
 
@@ -163,12 +162,10 @@ fn json(found: &[Passed]) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::tests::{args, file, saved};
-    use crate::source::{self, log_softmax, random};
+    use crate::sources::tests::{args, file, saved};
+    use crate::sources::{self, log_softmax, random};
     use candle_core::{Tensor, Var, D};
-    use lab::head::HeadKind;
-    use lab::language::Teacher;
-    use std::path::PathBuf;
+    use lab::{data::language::Teacher, layers::HeadKind};
 
     /// More than any test needs.
     const ALL: usize = 1 << 30;
@@ -187,13 +184,7 @@ mod tests {
         let tensors = [("contexts", contexts), ("log_priors", &log_priors), ("targets", &targets)];
         let states = file(&format!("{name}_states"), &tensors);
         let flags = ["--gradient", "--weight", "w", "--bias", "b", "--hidden", states.to_str().expect("a text")];
-        let source = source::open(&args(&[&flags, more].concat(), &[&decoder])).expect("valid files").remove(0);
-        remove([decoder, states]);
-        source
-    }
-
-    fn remove(paths: impl IntoIterator<Item = PathBuf>) {
-        paths.into_iter().for_each(|path| std::fs::remove_file(path).expect("was just written"));
+        sources::open(&args(&[&flags, more].concat(), &[&decoder])).expect("valid files").remove(0)
     }
 
     fn share(source: &Source, budget: usize) -> f64 {
@@ -288,9 +279,8 @@ mod tests {
         for kind in HeadKind::ALL {
             let path = saved(&format!("share_{}", kind.name()), kind, Teacher::default().built_in(1));
             let args = args(&["--gradient", "--contexts", "60"], &[&path]);
-            let sources = source::open(&args).expect("a checkpoint of the lab");
+            let sources = sources::open(&args).expect("a checkpoint of the lab");
             run(&args, &sources).expect("targets are known");
-            remove([path]);
             let weight = &sources[0].decoder().expect("a decoder").weight;
             assert_close(share(&sources[0], ALL), dense(&sources[0], weight).expect("fits"), 1e-10);
         }
@@ -302,9 +292,8 @@ mod tests {
         let states = file("no_targets_states", &[("hidden", &random(&[POSITIONS, WIDTH]))]);
         let flags = ["--gradient", "--weight", "w", "--hidden", states.to_str().expect("a text")];
         let args = args(&flags, &[&decoder]);
-        let error = run(&args, &source::open(&args).expect("valid files")).expect_err("no targets").to_string();
+        let error = run(&args, &sources::open(&args).expect("valid files")).expect_err("no targets").to_string();
         assert!(error.contains("no_targets_decoder") && error.contains("the tensor targets"), "{error}");
-        remove([decoder, states]);
         let flags = ["bottleneck", "--gradient", "--log-probs", "p", "file"];
         let error = <Args as clap::Parser>::try_parse_from(flags).expect_err("no decoder").to_string();
         assert!(error.contains("--log-probs"), "{error}");

@@ -36,6 +36,7 @@ mod low_rank;
 mod picture;
 mod report;
 mod source;
+mod sources;
 mod spectrum;
 mod study;
 
@@ -48,7 +49,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let sources = source::open(args)?;
+    let sources = sources::open(args)?;
     if args.compare {
         return compare::run(args, &sources);
     }

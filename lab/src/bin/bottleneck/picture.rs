@@ -1,10 +1,7 @@
 //! The distribution of the singular values as an SVG file (Yang et al., 2018, figure 1).
 
-use crate::source::Head;
-use crate::spectrum::DECADES;
-use crate::study::Study;
-use lab::plot::COLORS;
-use lab::Result;
+use crate::{source::Head, spectrum::DECADES, study::Study};
+use lab::{show::plot::COLORS, Result};
 use plotters::prelude::*;
 use std::path::Path;
 

@@ -1,9 +1,7 @@
 //! The results as text and as JSON.
 
-use crate::distributions::Components;
-use crate::source::Head;
-use crate::study::Study;
-use lab::report::{number, table};
+use crate::{distributions::Components, source::Head, study::Study};
+use lab::show::report::{number, table};
 use serde_json::{json, Value};
 
 pub(crate) fn text(studies: &[Study]) -> String {

@@ -1,21 +1,8 @@
-//! Log-probabilities come from one of three sources: the checkpoint of a language model, two files with a decoder and
-//! its contexts, or a file that has the log-probabilities themselves.
+//! A source of log-probabilities: a mixture of known contexts, or the log-probabilities themselves.
 
-mod checkpoint;
-mod file;
-mod log_probs;
-mod mixture;
-#[cfg(test)]
-pub(crate) use checkpoint::tests;
-#[cfg(test)]
-pub(crate) use file::tests::{log_softmax, random};
-
-use crate::args::Args;
 use candle_core::{DType, Device, Tensor, D};
-use lab::checkpoint::Checkpoint;
-use lab::head::HeadKind;
-use lab::text::Corpus;
-use lab::Result;
+use lab::layers::{Checkpoint, HeadKind};
+use lab::{data::Corpus, Result};
 use mos_head::{Distributions, DropoutMasks, Mixture, MixtureLayer};
 use std::path::Path;
 
@@ -23,7 +10,7 @@ pub(crate) struct Source {
     pub(crate) name: String,
     /// The head, unless the log-probabilities themselves were given.
     pub(crate) head: Option<Head>,
-    origin: Origin,
+    pub(crate) origin: Origin,
     pub(crate) targets: Option<Vec<u32>>,
     pub(crate) text: Option<Text>,
     /// The roundoff of the log-probabilities: the distance from 1 to the next number of their dtype.
@@ -38,7 +25,7 @@ pub(crate) struct Head {
 }
 
 /// What the log-probabilities are computed from.
-enum Origin {
+pub(crate) enum Origin {
     Model {
         layer: Box<dyn MixtureLayer>,
         decoder: Decoder,
@@ -80,21 +67,6 @@ pub(crate) struct Text {
     pub(crate) ids: Vec<u32>,
     /// The place of each context's target in the text.
     pub(crate) places: Vec<usize>,
-}
-
-/// Returns the sources of all files.
-pub(crate) fn open(args: &Args) -> Result<Vec<Source>> {
-    if args.compare && args.checkpoints.len() != 2 {
-        return Err(format!("--compare needs two checkpoints, got {}", args.checkpoints.len()).into());
-    }
-    args.checkpoints
-        .iter()
-        .map(|path| match (&args.log_probs, &args.weight, &args.hidden) {
-            (Some(key), _, _) => log_probs::open(path, key, args),
-            (None, Some(key), Some(hidden)) => mixture::open(path, key, hidden, args),
-            _ => checkpoint::open(path, args),
-        })
-        .collect()
 }
 
 impl Source {
@@ -177,7 +149,7 @@ impl Source {
 }
 
 /// Returns a tensor of a file, or an error that lists those it has.
-fn named<'a>(file: &'a Checkpoint, path: &Path, key: &str) -> Result<&'a Tensor> {
+pub(crate) fn named<'a>(file: &'a Checkpoint, path: &Path, key: &str) -> Result<&'a Tensor> {
     file.tensors.get(key).ok_or_else(|| {
         let mut names: Vec<&str> = file.tensors.keys().map(String::as_str).collect();
         names.sort_unstable();

@@ -1,12 +1,11 @@
 //! All measures of one model.
 
-use crate::args::Args;
 use crate::distributions::{Components, PairwiseDivergence};
-use crate::low_rank::LowRank;
 use crate::source::{values, Head, Source};
 use crate::spectrum::{Rows, Spectrum};
+use crate::{args::Args, low_rank::LowRank};
 use candle_core::Tensor;
-use lab::{progress, Result};
+use lab::{show::progress, Result};
 
 pub(crate) struct Study {
     pub(crate) name: String,
@@ -134,14 +133,14 @@ fn low_rank(source: &Source, spectrum: &Spectrum, rank: usize, targets: &[u32]) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::{self, tests::args, tests::file, tests::saved};
+    use crate::sources;
+    use crate::sources::tests::{args, file, saved, Temporary};
     use candle_core::{DType, Device};
-    use lab::head::HeadKind;
-    use lab::language::Teacher;
-    use std::path::{Path, PathBuf};
+    use lab::{data::language::Teacher, layers::HeadKind};
+    use std::path::Path;
 
     fn study_of(args: &Args) -> Result<Study> {
-        study(&source::open(args)?[0], args)
+        study(&sources::open(args)?[0], args)
     }
 
     #[test]
@@ -149,7 +148,6 @@ mod tests {
         for (kind, exceeds) in [(HeadKind::Softmax, false), (HeadKind::Moc, false), (HeadKind::Mos, true)] {
             let path = saved(kind.name(), kind, Teacher::default().built_in(1));
             let found = study_of(&args(&["--contexts", "300"], &[&path])).expect("a checkpoint of the lab");
-            std::fs::remove_file(path).expect("was just written");
 
             let width = if kind == HeadKind::Softmax { 6 } else { 5 };
             assert_eq!((found.head.expect("known").width, found.contexts, found.vocab), (width, 300, 512));
@@ -170,7 +168,7 @@ mod tests {
     }
 
     /// Writes hidden states of this width, and a matrix and a bias, as two files.
-    fn files(name: &str, width: usize, states: usize) -> [PathBuf; 2] {
+    fn files(name: &str, width: usize, states: usize) -> [Temporary; 2] {
         let random = |shape: &[usize]| Tensor::randn(0f32, 1.0, shape, &Device::Cpu).expect("draws");
         let targets = Tensor::arange(0u32, states as u32, &Device::Cpu).expect("counts");
         let head = [("lm_head.weight", &random(&[40, 7])), ("lm_head.bias", &random(&[40]))];
@@ -178,13 +176,9 @@ mod tests {
         [file(&format!("{name}_head"), &head), file(&format!("{name}_states"), &hidden)]
     }
 
-    fn study_of_files([head, states]: &[PathBuf; 2], key: &str, more: &[&str]) -> Result<Study> {
+    fn study_of_files([head, states]: &[Temporary; 2], key: &str, more: &[&str]) -> Result<Study> {
         let states = states.to_str().expect("a text");
         study_of(&args(&[&["--weight", key, "--hidden", states], more].concat(), &[head]))
-    }
-
-    fn remove(paths: &[PathBuf; 2]) {
-        paths.iter().for_each(|path| std::fs::remove_file(path).expect("was just written"));
     }
 
     #[test]
@@ -198,7 +192,6 @@ mod tests {
             assert_eq!(rank(&[]), 8, "{precision}");
             assert_eq!(rank(&["--bias", "lm_head.bias"]), 9, "{precision}");
         }
-        remove(&paths);
     }
 
     #[test]
@@ -213,15 +206,12 @@ mod tests {
         let loss = candle_nn::loss::cross_entropy(&logits.expect("fits"), &load(&paths[1], "targets")).expect("a loss");
         let expected = f64::from(loss.to_dtype(DType::F32).and_then(|loss| loss.to_scalar::<f32>()).expect("a number"));
         assert!((found.ln() - expected).abs() < 1e-5, "{found} {expected}");
-        remove(&paths);
     }
 
     #[test]
     fn bad_files_are_errors_that_name_what_is_wrong() {
-        let error = |paths, key: &str, more: &[&str]| match study_of_files(paths, key, more) {
-            Ok(_) => panic!("{key} {more:?} must fail"),
-            Err(error) => error.to_string(),
-        };
+        let error =
+            |paths, key: &str, more: &[&str]| study_of_files(paths, key, more).err().expect("must fail").to_string();
         let contains = |error: String, parts: &[&str]| {
             parts.iter().for_each(|part| assert!(error.contains(part), "{part:?} is not in: {error}"));
         };
@@ -229,18 +219,14 @@ mod tests {
         contains(error(&paths, "head.weight", &[]), &["no tensor head.weight", "lm_head.bias, lm_head.weight"]);
         contains(error(&paths, "lm_head.bias", &[]), &["lm_head.bias is [40]", "[vocab, d]"]);
         contains(error(&paths, "lm_head.weight", &["--bias", "lm_head.weight"]), &["[40, 7], expected [40]"]);
-        remove(&paths);
         let paths = files("narrow", 6, 30);
         contains(error(&paths, "lm_head.weight", &[]), &["hidden is [30, 6]", "[.., 7]"]);
-        remove(&paths);
         let paths = files("empty", 7, 0);
         contains(error(&paths, "lm_head.weight", &[]), &["hidden is [0, 7]", "not empty"]);
-        remove(&paths);
         let paths = files("far", 7, 50);
         contains(error(&paths, "lm_head.weight", &[]), &["target 40 is not below vocab 40"]);
-        std::fs::write(&paths[0], "").expect("writes");
+        std::fs::write(&*paths[0], "").expect("writes");
         contains(error(&paths, "lm_head.weight", &[]), &["cannot read", "far_head"]);
-        remove(&paths);
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! The flags, with one set of defaults for drawn images and one for features from a file.
 
 use clap::Parser;
-use lab::flags::TrainingFlags;
-use lab::recipe::{describe, Recipe, RecipeFlags};
-use lab::values::{not_negative, positive};
+use lab::show::values::{not_negative, positive};
+use lab::training::{describe, Recipe, RecipeFlags, TrainingFlags};
 use mos_head::decode::BeamSearch;
 use mos_head::ContextActivation;
 use std::path::PathBuf;
@@ -74,7 +73,7 @@ impl Args {
     }
 
     pub(crate) fn search(&self) -> BeamSearch {
-        BeamSearch::new(lab::words::END)
+        BeamSearch::new(lab::data::words::END)
             .with_width(self.beam)
             .with_max_length(self.max_length)
             .with_length_penalty(self.length_penalty)

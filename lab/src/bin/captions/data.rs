@@ -1,10 +1,10 @@
 //! Images with their captions: drawn from a seed, or features and captions from files.
 
-use crate::grammar;
-use crate::phrase::Phrase;
 use crate::scene::{Scene, SIDE};
+use crate::{grammar, phrase::Phrase};
 use candle_core::{DType, Device, Tensor};
-use lab::{digest::Digest, model::Data, words::Words, Result};
+use lab::data::{words::Words, Data, Digest};
+use lab::Result;
 use rand::{rngs::StdRng, SeedableRng};
 
 /// The number of references of each drawn image.

@@ -69,8 +69,7 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Var};
     use candle_nn::VarMap;
-    use lab::attention::Attention;
-    use lab::init;
+    use lab::layers::{init, Attention};
     use rand::{rngs::StdRng, Rng, SeedableRng};
 
     fn random(shape: &[usize], seed: u64) -> Tensor {

@@ -1,7 +1,7 @@
 //! This grammar has what can be said of a scene, with synonyms, omissions and different orders.
 
 use crate::phrase::Phrase::{self, All, One, Words};
-use crate::scene::{Color, Group, Relation, Scene, Shape};
+use crate::scene::{Group, Relation, Scene, COLORS};
 
 /// Returns all captions of a scene, with their probabilities.
 pub(crate) fn captions(scene: &Scene) -> Phrase {
@@ -96,7 +96,10 @@ fn noun_phrase(group: Group) -> Phrase {
     };
     let size = Phrase::any(if group.is_big { "big|large|huge" } else { "small|little|tiny" });
     let size = One(vec![(3.0, size), (2.0, Words(""))]);
-    let (color, noun) = (color(group.color), noun(group.shape, group.count > 1));
+    let (usual, others, _) = COLORS[group.color];
+    let color = words(usual, others);
+    let (usual, others) = NOUNS[group.shape as usize][usize::from(group.count > 1)];
+    let noun = words(usual, others);
     let which = Words(if group.count > 1 { "that are" } else { "that is" });
     let after = All(vec![noun.clone(), One(vec![(1.0, which), (1.0, Words("in"))]), color.clone()]);
     One(vec![
@@ -112,40 +115,21 @@ fn words(usual: &'static str, others: &'static str) -> Phrase {
     One([(2.0, Words(usual))].into_iter().chain(others).collect())
 }
 
-fn color(color: Color) -> Phrase {
-    match color {
-        Color::Red => words("red", "crimson|scarlet"),
-        Color::Green => words("green", "jade"),
-        Color::Blue => words("blue", "navy|cobalt"),
-        Color::Yellow => words("yellow", "golden"),
-        Color::Purple => words("purple", "violet|plum"),
-        Color::Pink => words("pink", "rose"),
-        Color::Black => words("black", "dark|jet-black"),
-        Color::White => words("white", "pale"),
-    }
-}
-
-fn noun(shape: Shape, is_plural: bool) -> Phrase {
-    match (shape, is_plural) {
-        (Shape::Circle, false) => words("circle", "disc|dot|ball"),
-        (Shape::Circle, true) => words("circles", "discs|dots|balls"),
-        (Shape::Square, false) => words("square", "box|block"),
-        (Shape::Square, true) => words("squares", "boxes|blocks"),
-        (Shape::Triangle, false) => words("triangle", "wedge|pyramid"),
-        (Shape::Triangle, true) => words("triangles", "wedges|pyramids"),
-        (Shape::Cross, false) => words("cross", "plus|plus sign"),
-        (Shape::Cross, true) => words("crosses", "pluses|plus signs"),
-        (Shape::Ring, false) => words("ring", "hoop|loop"),
-        (Shape::Ring, true) => words("rings", "hoops|loops"),
-    }
-}
+/// The usual word for each shape, and others: for one, and for several.
+const NOUNS: [[(&str, &str); 2]; 5] = [
+    [("circle", "disc|dot|ball"), ("circles", "discs|dots|balls")],
+    [("square", "box|block"), ("squares", "boxes|blocks")],
+    [("triangle", "wedge|pyramid"), ("triangles", "wedges|pyramids")],
+    [("cross", "plus|plus sign"), ("crosses", "pluses|plus signs")],
+    [("ring", "hoop|loop"), ("rings", "hoops|loops")],
+];
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use rand::{rngs::StdRng, SeedableRng};
 
-    const COLORS: [&str; 8] = [
+    const COLOR_WORDS: [&str; 8] = [
         "red crimson scarlet",
         "green jade",
         "blue navy cobalt",
@@ -183,13 +167,13 @@ mod tests {
             let caption = caption.replace("one above the other", "other"); // no number
             let words: Vec<&str> = caption.split_whitespace().collect();
             let shapes: Vec<usize> = words.iter().filter_map(|word| index(&SHAPES, word)).collect();
-            let colors: Vec<usize> = words.iter().filter_map(|word| index(&COLORS, word)).collect();
+            let colors: Vec<usize> = words.iter().filter_map(|word| index(&COLOR_WORDS, word)).collect();
             let groups: Vec<Group> = scene.groups().collect();
             let expected: Vec<usize> = groups.iter().map(|group| group.shape as usize).collect();
             let is_turned = shapes != expected;
             let groups: Vec<Group> = if is_turned { groups.into_iter().rev().collect() } else { groups };
             assert_eq!(shapes, groups.iter().map(|group| group.shape as usize).collect::<Vec<_>>(), "{caption}");
-            let group_colors: Vec<usize> = groups.iter().map(|group| group.color as usize).collect();
+            let group_colors: Vec<usize> = groups.iter().map(|group| group.color).collect();
             assert!(colors.iter().all(|color| group_colors.contains(color)), "{caption}");
             if colors.len() == groups.len() {
                 assert_eq!(colors, group_colors, "{caption}");

@@ -28,11 +28,9 @@ mod score;
 
 use args::Args;
 use data::Dataset;
-use lab::head::HeadKind;
-use lab::memory::Peak;
-use lab::report::number;
-use lab::words::Words;
-use lab::{heads, plot::Axes, recipe::Recipe, session::Session, Result};
+use lab::show::{plot::Axes, report::number, Peak};
+use lab::training::{heads, Recipe, Session};
+use lab::{data::words::Words, layers::HeadKind, Result};
 use model::{Captioner, Setting};
 use report::Trained;
 use std::cell::Cell;
@@ -63,20 +61,16 @@ fn run(args: &Args) -> Result<()> {
         if args.blind { "; the model sees none of them" } else { "" }
     );
     let setting = Setting { images: dataset.images.clone(), words, blind: args.blind };
-    let build = |kind: HeadKind, recipe: &Recipe| {
+    let build = |kind: HeadKind, recipe: &Recipe, _: Option<&_>| {
         let recipe = Captioner::equal(kind, &setting, recipe, &device)?;
         Session::new(kind, Captioner::new(kind, setting.clone(), &recipe, &device)?, data.clone(), &recipe)
     };
-    if let Some(trials) = args.common.search {
-        return heads::search(&args.common, trials, &recipe, build);
-    }
     if let Some(path) = &args.picture {
         picture::check(path)?;
     }
     let (part, scored) = dataset.scored();
-    let build = |kind, _: Option<&_>| build(kind, &recipe);
     let memory = Cell::new(Some(Peak::watch(&device)));
-    let Some(rows) = heads::train(&args.common, &device, build, |session| {
+    let Some(rows) = heads::run(&args.common, &recipe, &device, build, |session| {
         let peak_mib = memory.take().and_then(Peak::mib);
         let scores = score::score(session, &dataset, scored, &args.search())?;
         println!("\n{}", report::samples(scored, &scores, args.samples));

@@ -1,15 +1,13 @@
 //! The caption model: features of the image, an LSTM with attention over them, and an output layer.
 
-use crate::data::Pair;
-use crate::encoder::Encoder;
+use crate::{data::Pair, encoder::Encoder};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use lab::head::{HeadKind, HeadSizes};
-use lab::model::{Base, Forward, Model, Pass};
-use lab::recurrent_decoder::{RecurrentDecoder, State};
-use lab::sequences::inputs_and_targets;
-use lab::words::{Words, PAD};
-use lab::{init, recipe::Recipe, Result};
+use lab::data::words::{Words, PAD};
+use lab::layers::recurrent_decoder::{RecurrentDecoder, State};
+use lab::layers::{init, HeadKind, HeadSizes};
+use lab::training::{Base, Forward, Model, Pass, Recipe};
+use lab::{data::sequences::inputs_and_targets, Result};
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 use std::collections::HashMap;
@@ -30,7 +28,7 @@ pub(crate) struct Captioner {
     encoder: Encoder,
     embedding: usize,
     layers: usize,
-    decoder: RecurrentDecoder,
+    pub(crate) decoder: RecurrentDecoder,
     base: Base,
 }
 
@@ -46,7 +44,7 @@ impl Captioner {
             encoder: Encoder::new(&setting.images.dims()[1..], hidden, vb.pp("encoder"))?,
             embedding: recipe.embedding(),
             layers: recipe.layers,
-            decoder: RecurrentDecoder::new(vocab, recipe, "embedding", vb.clone())?,
+            decoder: RecurrentDecoder::new(recipe.decoder(vocab), "embedding", vb.clone())?,
             base: Base { head: sizes.build(kind, 0.0, None, vb.pp("head"))?, varmap, device: device.clone() },
             setting,
         };
@@ -111,11 +109,6 @@ impl Captioner {
         let mean = features.mean(1)?;
         self.decoder.start(features, &mean, mask)
     }
-
-    /// Computes the same as [`RecurrentDecoder::decode`].
-    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
-        self.decoder.decode(ids, state, rng)
-    }
 }
 
 /// The number of images of a batch in an evaluation.
@@ -169,7 +162,7 @@ impl Model for Captioner {
         let row = |image: &usize| images.iter().position(|other| other == image).map_or(0, |row| row as u32);
         let rows = Tensor::new(caption_images.iter().map(row).collect::<Vec<_>>(), self.device())?;
         let (inputs, targets) = inputs_and_targets(&captions, self.device())?;
-        let hidden = self.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
+        let hidden = self.decoder.decode(&inputs, &mut self.encode(&images)?.select(&rows)?, rng)?;
         Ok(Forward { hidden, targets, penalty: None })
     }
 }

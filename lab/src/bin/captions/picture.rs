@@ -2,8 +2,7 @@
 
 use crate::data::{Dataset, Example};
 use crate::report::{spread, Row};
-use lab::plot::COLORS;
-use lab::Result;
+use lab::{show::plot::COLORS, Result};
 use plotters::prelude::*;
 use std::path::Path;
 

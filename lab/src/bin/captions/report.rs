@@ -1,14 +1,11 @@
 //! The final output: captions with their references, the table, and the JSON line.
 
 use crate::data::{targets, Example};
-use crate::model::Captioner;
-use crate::score::Scores;
-use lab::head::HeadKind;
-use lab::heads::{slowdown, Outcome};
-use lab::model::{Model, Pass};
-use lab::recipe::Recipe;
-use lab::report::{self, number};
-use lab::session::Session;
+use crate::{model::Captioner, score::Scores};
+use lab::layers::HeadKind;
+use lab::show::report::{self, number};
+use lab::training::heads::{slowdown, Outcome};
+use lab::training::{Model, Pass, Recipe, Session};
 use serde_json::{json, Value};
 
 pub(crate) type Row = Outcome<Trained>;

@@ -19,42 +19,25 @@ impl Shape {
     const ALL: [Shape; 5] = [Shape::Circle, Shape::Square, Shape::Triangle, Shape::Cross, Shape::Ring];
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Color {
-    Red,
-    Green,
-    Blue,
-    Yellow,
-    Purple,
-    Pink,
-    Black,
-    White,
-}
-
-impl Color {
-    const ALL: [Color; 8] =
-        [Color::Red, Color::Green, Color::Blue, Color::Yellow, Color::Purple, Color::Pink, Color::Black, Color::White];
-
-    fn rgb(self) -> [u8; 3] {
-        match self {
-            Color::Red => [210, 30, 35],
-            Color::Green => [40, 150, 60],
-            Color::Blue => [35, 70, 200],
-            Color::Yellow => [235, 205, 40],
-            Color::Purple => [115, 35, 140],
-            Color::Pink => [245, 140, 185],
-            Color::Black => [25, 25, 25],
-            Color::White => [240, 240, 240],
-        }
-    }
-}
+/// The colours: the usual word for each, others, and its red, green and blue.
+pub(crate) const COLORS: [(&str, &str, [u8; 3]); 8] = [
+    ("red", "crimson|scarlet", [210, 30, 35]),
+    ("green", "jade", [40, 150, 60]),
+    ("blue", "navy|cobalt", [35, 70, 200]),
+    ("yellow", "golden", [235, 205, 40]),
+    ("purple", "violet|plum", [115, 35, 140]),
+    ("pink", "rose", [245, 140, 185]),
+    ("black", "dark|jet-black", [25, 25, 25]),
+    ("white", "pale", [240, 240, 240]),
+];
 
 /// A group is one to three equal objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Group {
     pub(crate) count: usize,
     pub(crate) is_big: bool,
-    pub(crate) color: Color,
+    /// The place among the colours.
+    pub(crate) color: usize,
     pub(crate) shape: Shape,
 }
 
@@ -78,14 +61,14 @@ impl Group {
         Self {
             count: rng.random_range(1..=3),
             is_big: rng.random(),
-            color: Color::ALL[rng.random_range(0..Color::ALL.len())],
+            color: rng.random_range(0..COLORS.len()),
             shape: Shape::ALL[rng.random_range(0..Shape::ALL.len())],
         }
     }
 
     /// Returns whether no picture for training has this shape in this colour.
     fn is_held_out(self) -> bool {
-        self.color as usize == self.shape as usize + 1
+        self.color == self.shape as usize + 1
     }
 }
 
@@ -195,7 +178,7 @@ impl Canvas {
     /// Fills a shape around a middle, with the colour a little lighter or darker.
     fn fill(&mut self, group: Group, [x, y]: [f64; 2], radius: f64, rng: &mut StdRng) {
         let lightness = rng.random_range(-12.0..12.0);
-        let color = group.color.rgb().map(|channel| f64::from(channel) + lightness);
+        let color = COLORS[group.color].2.map(|channel| f64::from(channel) + lightness);
         for (i, pixel) in self.pixels.iter_mut().enumerate() {
             let [dx, dy] = [(i % SIDE) as f64 + 0.5 - x, (i / SIDE) as f64 + 0.5 - y];
             if covers(group.shape, dx / radius, dy / radius) {
@@ -246,14 +229,14 @@ mod tests {
 
     /// Returns the mean place of the pixels that are closer to this colour than to grey or to any other, and their
     /// number.
-    fn seen(picture: &[u8], color: Color) -> ([f64; 2], usize) {
+    fn seen(picture: &[u8], color: usize) -> ([f64; 2], usize) {
         let distance = |pixel: &[u8], other: [u8; 3]| -> f64 {
             pixel.iter().zip(other).map(|(&a, b)| (f64::from(a) - f64::from(b)).powi(2)).sum()
         };
         let (mut sum, mut count) = ([0.0; 2], 0);
         for (i, pixel) in picture.chunks(3).enumerate() {
-            let own = distance(pixel, color.rgb());
-            let others = Color::ALL.into_iter().filter(|&other| other != color).map(Color::rgb);
+            let own = distance(pixel, COLORS[color].2);
+            let others = (0..COLORS.len()).filter(|&other| other != color).map(|other| COLORS[other].2);
             if others.chain([[145; 3]]).all(|other| own < distance(pixel, other)) {
                 count += 1;
                 sum = [sum[0] + (i % SIDE) as f64, sum[1] + (i / SIDE) as f64];

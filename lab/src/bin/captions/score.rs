@@ -3,8 +3,10 @@
 use crate::data::{pairs, Dataset, Example};
 use crate::model::Captioner;
 use candle_core::Tensor;
-use lab::words::{END, START};
-use lab::{bleu, cider, model::Model, progress, session::Session, Result};
+use lab::data::words::{END, START};
+use lab::scores::{bleu, cider};
+use lab::training::{Model, Session};
+use lab::{show::progress, Result};
 use mos_head::decode::BeamSearch;
 
 /// A trained model reaches these scores.
@@ -63,7 +65,7 @@ fn describe(model: &Captioner, examples: &[Example], search: &BeamSearch) -> Res
         let start = Tensor::full(START, images.len(), model.device())?;
         let hypotheses = search.run(model.head(), &start, |tokens: &Tensor, parents: &Tensor| -> Result<Tensor> {
             state = state.select(parents)?;
-            Ok(model.decode(&tokens.unsqueeze(1)?, &mut state, None)?.squeeze(1)?)
+            Ok(model.decoder.decode(&tokens.unsqueeze(1)?, &mut state, None)?.squeeze(1)?)
         })?;
         for hypotheses in hypotheses {
             let ids = hypotheses.into_iter().next().map(|hypothesis| hypothesis.token_ids).unwrap_or_default();

@@ -2,15 +2,11 @@
 
 use crate::data::{pairs, Dataset, Example, Pair};
 use crate::model::{Captioner, Setting};
-use crate::picture;
-use crate::report::Trained;
-use crate::score::score;
+use crate::{picture, report::Trained, score::score};
 use candle_core::{Device, Tensor};
-use lab::head::HeadKind;
-use lab::heads::Outcome;
-use lab::model::Model;
-use lab::words::{Words, PAD};
-use lab::{checkpoint::Checkpoint, init, recipe::Recipe, session::Session};
+use lab::data::words::{Words, PAD};
+use lab::layers::{init, Checkpoint, HeadKind};
+use lab::training::{heads::Outcome, Model, Recipe, Session};
 use mos_head::decode::BeamSearch;
 use mos_head::LossOptions;
 
@@ -51,7 +47,7 @@ fn seeing_beats_blind_in_every_score() {
             let mut session =
                 session(kind, &dataset, blind, &Recipe { epochs: 25, decay: 0.95, context: Some(12), ..RECIPE });
             session.run(None, None, None).unwrap();
-            let search = BeamSearch::new(lab::words::END).with_width(4).with_max_length(10);
+            let search = BeamSearch::new(lab::data::words::END).with_width(4).with_max_length(10);
             score(&session, &dataset, &dataset.test, &search).unwrap()
         });
         let [seeing, blind] = scores;
@@ -147,7 +143,7 @@ fn resumed_training_equals_uninterrupted_training() {
 fn a_picture_has_the_images_the_captions_found_and_a_reference() {
     let dataset = Dataset::drawn(10, 1, &Device::Cpu).unwrap();
     let session = session(HeadKind::Mos, &dataset, false, &RECIPE);
-    let search = BeamSearch::new(lab::words::END).with_width(2).with_max_length(6);
+    let search = BeamSearch::new(lab::data::words::END).with_width(2).with_max_length(6);
     let mut scores = score(&session, &dataset, &dataset.test, &search).unwrap();
     scores.found[1] = "what was found".into();
     let row = Outcome {

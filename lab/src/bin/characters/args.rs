@@ -1,13 +1,8 @@
 //! The flags, with one set of defaults for the built-in text and one for a file of about a million characters.
 
 use clap::Parser;
-use lab::flags::TrainingFlags;
-use lab::generate::SamplingFlags;
-use lab::head::HeadKind;
-use lab::measure::Measure;
-use lab::recipe::{describe, Recipe, RecipeFlags};
-use lab::sizes::Sizes;
-use lab::values::positive;
+use lab::training::{describe, Recipe, RecipeFlags, SamplingFlags, Sizes, TrainingFlags};
+use lab::{layers::HeadKind, scores::Measure, show::values::positive};
 use std::path::PathBuf;
 
 const BUILT_IN: Recipe = Recipe {

@@ -1,6 +1,7 @@
 //! A text as character ids, split into three parts.
 
-use lab::{model::Data, Result};
+use lab::data::{read, Data};
+use lab::Result;
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -19,8 +20,7 @@ const SHORTEST: usize = 40;
 
 impl Corpus {
     pub(crate) fn from_file(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-        Self::new(path.display().to_string(), &text)
+        Self::new(path.display().to_string(), &read(path)?)
     }
 
     pub(crate) fn new(name: String, text: &str) -> Result<Self> {

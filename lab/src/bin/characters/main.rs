@@ -22,9 +22,9 @@ mod report;
 
 use args::{sizes, Args};
 use corpus::Corpus;
-use lab::generate::generate;
-use lab::sizes::InitialValues;
-use lab::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
+use lab::layers::Entries;
+use lab::training::{generate, heads, InitialValues, LanguageModel, Recipe, Session};
+use lab::{show::plot::Axes, Result};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -47,17 +47,14 @@ fn run(args: &Args) -> Result<()> {
     );
 
     let recipe = args.recipe(vocab);
-    let build = |kind, recipe: &Recipe| {
+    let build = |kind, recipe: &Recipe, _: Option<&_>| {
         let sizes = sizes(recipe, kind, vocab);
-        let model = LanguageModel::new(kind, sizes, InitialValues::Even, recipe, &device)?;
+        let model =
+            LanguageModel::with_entries(kind, sizes, InitialValues::Even, recipe, &Entries::default(), &device)?;
         Session::new(kind, model, data.clone(), recipe)
     };
-    if let Some(trials) = args.common.search {
-        return heads::search(&args.common, trials, &recipe, build);
-    }
     let sizes = |kind| sizes(&recipe, kind, vocab);
-    let build = |kind, _: Option<&_>| build(kind, &recipe);
-    let Some(rows) = heads::train(&args.common, &device, build, |session| {
+    let Some(rows) = heads::run(&args.common, &recipe, &device, build, |session| {
         if args.generate > 0 {
             let mut sampler = args.sampling.sampler(args.common.seed)?;
             let text = generate(&session.model, corpus.start(), args.generate, &mut sampler, None)?;
@@ -93,7 +90,8 @@ mod tests {
         let (vocab, device) = (corpus.alphabet.len(), candle_core::Device::Cpu);
         let recipe = args.recipe(vocab);
         for kind in args.common.heads() {
-            let model = LanguageModel::new(kind, sizes(&recipe, kind, vocab), InitialValues::Even, &recipe, &device);
+            let (sizes, values) = (sizes(&recipe, kind, vocab), InitialValues::Even);
+            let model = LanguageModel::with_entries(kind, sizes, values, &recipe, &Entries::default(), &device);
             let model = model.expect("valid sizes");
             let mut session = Session::new(kind, model, corpus.data.clone(), &recipe).expect("valid sizes");
             let before = session.evaluate(&corpus.test).expect("evaluates");

@@ -1,9 +1,8 @@
 //! The final output: the table, a summary of one sentence, and the JSON line.
 
-use lab::heads::Outcome;
-use lab::measure::Measure;
-use lab::report::{self, number};
-use lab::{head::HeadKind, head::HeadSizes};
+use lab::layers::{HeadKind, HeadSizes};
+use lab::show::report::{self, number};
+use lab::{scores::Measure, training::heads::Outcome};
 use serde_json::{json, Value};
 
 /// The outcome of a head, with the NLL on the test text.

@@ -1,8 +1,7 @@
 //! Captions of drawn images (`lab/run_all.sh`): a softmax and a mixture, with the image and without it.
 
-use crate::quality::{head_with_components, mean_and_deviation, score_over_seeds};
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, markdown, need, short, source, UNMEASURED};
 
 /// The decoders in the order of the table, and what they see.
 const SYSTEMS: [(&str, &str); 4] =

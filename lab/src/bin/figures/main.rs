@@ -3,15 +3,18 @@
 //!
 //!     cargo run --release -p lab --bin figures
 //!
-//! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`; `tables.rs` lists the names.
-//! Tables of time and memory show the processor on which this crate was measured last, and the newest measurement
-//! there; a training step's other processors have a table of their own.
+//! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`. Those whose rows are lines of the
+//! measurements are data (`tables.json`), and `tables.rs` lists the others. Tables of time and memory show the processor
+//! on which this crate was measured last, and the newest measurement there; a training step's other processors have a
+//! table of their own.
 //!
 //! `tests.rs` fails if a picture or a table is not what this command makes.
 
+mod bars;
 mod captions;
-mod codes;
-mod gpu;
+mod columns;
+mod drawing;
+mod format;
 mod outputs;
 mod papers;
 mod pictures;
@@ -27,12 +30,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    lab::exit_code(run(root()))
-}
-
-/// Returns the repository.
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the lab is a folder of the repository")
+    lab::exit_code(run(results::root()))
 }
 
 fn run(root: &Path) -> results::Result<()> {

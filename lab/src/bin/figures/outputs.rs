@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::results::{read, Result, Results};
-use crate::{pictures, tables};
+use crate::{bars, pictures, tables};
 
 /// The documents in which tables may stand.
 pub(crate) const DOCUMENTS: [&str; 4] = ["README.md", "lab/README.md", "benches/RESULTS.md", "docs/measurements.md"];
@@ -18,7 +18,7 @@ pub(crate) fn documents(root: &Path) -> Result<Vec<(&'static str, String)>> {
 /// measurements that are not replaced.
 pub(crate) fn outputs(root: &Path) -> Result<Vec<(String, String)>> {
     let results = Results::load(root)?;
-    let pictures = [("step", pictures::step(&results)?), ("curves", pictures::curves(&results)?)];
+    let pictures = [("step", bars::step(&results)?), ("curves", pictures::curves(&results)?)];
     let pictures = pictures.into_iter().chain([("rank", pictures::rank(&results)?)]);
     let mut outputs: Vec<_> = pictures.map(|(name, picture)| (format!("docs/{name}.svg"), picture)).collect();
     outputs.extend(pictures::memory(&results)?.map(|picture| ("docs/memory.svg".to_owned(), picture)));

@@ -2,19 +2,17 @@
 //! value that was reached here, which is that of the measurements.
 
 use serde_json::Value;
-use std::path::Path;
 
-use crate::quality::mean_and_deviation;
-use crate::results::{read, Line, Result, Results};
-use crate::tables::{digits, markdown, need};
+use crate::format::*;
+use crate::results::{read, root, Line, Result, Results};
 use crate::{captions, vocabularies};
 
 const INDEX: &str = "lab/papers.jsonl";
 
 /// Makes the tables of one paper.
-pub(crate) fn papers(root: &Path, results: &Results, paper: &str) -> Result<String> {
+pub(crate) fn papers(results: &Results, paper: &str) -> Result<String> {
     let mut rows = vec![];
-    for (i, line) in read(root, INDEX)?.lines().enumerate() {
+    for (i, line) in read(root(), INDEX)?.lines().enumerate() {
         let entry: Value = serde_json::from_str(line).map_err(|error| format!("{INDEX}, line {}: {error}", i + 1))?;
         let text = |key: &str| entry.get(key).and_then(Value::as_str).unwrap_or("").to_owned();
         if text("paper") != paper {

@@ -1,23 +1,13 @@
-//! The pictures, as SVG: bars of a training step beside other implementations, and the heads' validation curves.
+//! Curves: the heads' validation NLL, memory by positions, equal time, singular values.
 
-use plotters::coord::Shift;
 use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
+use plotters::style::text_anchor::HPos;
 
-use crate::quality::head_name;
-use crate::results::{Line, Result, Results};
+use crate::drawing::*;
+use crate::format::*;
+use crate::results::{Result, Results};
 use crate::runs;
-use crate::tables::{beside, count, decoder_gradient_mib, digits, need, softmaxes, source};
 
-const WIDTH: i32 = 800;
-/// The height of a bar and the space below it.
-const ROW: i32 = 27;
-const INK: RGBColor = RGBColor(31, 35, 40);
-const GREY: RGBColor = RGBColor(89, 99, 110);
-const PALE: RGBColor = RGBColor(225, 228, 232);
-/// Some of Okabe and Ito's colours, which colour-blind readers tell apart.
-const BLUE: RGBColor = RGBColor(0, 114, 178);
-const OTHERS: RGBColor = RGBColor(160, 169, 179);
 const HEADS: [(&str, RGBColor); 3] =
     [("softmax", RGBColor(213, 94, 0)), ("moc", RGBColor(0, 158, 115)), ("mos", RGBColor(0, 114, 178))];
 
@@ -30,151 +20,10 @@ const SYSTEMS: [(&str, RGBColor); 6] = [
     ("codes", RGBColor(86, 180, 233)),
 ];
 
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-
-/// Pixels of a font, its weight, and the side of the text where its anchor lies.
-#[derive(Clone, Copy)]
-struct Font(f64, FontStyle, HPos);
-
-const TITLE: Font = Font(18.0, FontStyle::Bold, HPos::Left);
-const HEADING: Font = Font(14.0, FontStyle::Bold, HPos::Left);
-const SMALL: Font = Font(12.0, FontStyle::Normal, HPos::Left);
-const TEXT: Font = Font(13.0, FontStyle::Normal, HPos::Left);
-
-fn text(area: &Area, text: &str, at: (i32, i32), font: Font, color: RGBColor) -> Result<()> {
-    // plotters divides sizes by this.
-    const SCALE: f64 = 1.24;
-    let style = TextStyle::from(("sans-serif", font.0 * SCALE, font.1).into_font());
-    area.draw(&Text::new(text.to_owned(), at, style.color(&color).pos(Pos::new(font.2, VPos::Center))))?;
-    Ok(())
-}
-
-/// Draws on a white ground of the given height.
-fn svg(height: i32, draw: impl FnOnce(&Area) -> Result<()>) -> Result<String> {
-    let mut output = String::new();
-    {
-        let area = SVGBackend::with_string(&mut output, (WIDTH as u32, height as u32)).into_drawing_area();
-        area.fill(&WHITE)?;
-        draw(&area)?;
-        area.present()?;
-    }
-    Ok(output)
-}
-
-/// Draws the time and the memory of a training step, mos-head beside the others, at two shapes.
-pub(crate) fn step(results: &Results) -> Result<String> {
-    let panels = [
-        ("Penn Treebank model", beside(results, "ptb", 840.0)?),
-        ("Large language model", beside(results, "llm", 2048.0)?),
-    ];
-    let all: Vec<&Line> = panels.iter().flat_map(|(_, lines)| lines.iter().copied()).collect();
-    let processor = all[0].text("processor");
-    let library = all.iter().map(|line| line.text("library")).find(|library| !library.is_empty()).unwrap_or("");
-    let height = 84 + panels.len() as i32 * 76 + all.len() as i32 * ROW + 30;
-    svg(height, |area| {
-        text(area, "One training step of the output layer: loss and all gradients, f32", (20, 26), TITLE, INK)?;
-        text(area, &format!("on {processor}; {library}; shorter is better"), (20, 50), TEXT, GREY)?;
-        let mut top = 84;
-        let mut gradient = None;
-        for (name, lines) in &panels {
-            let (positions, vocab) = (need(lines[0], "positions")?, count(need(lines[0], "vocab")?));
-            let sizes = format!("{} over {vocab} ids, d = {}", softmaxes(lines[0])?, need(lines[0], "context")?);
-            text(area, &format!("{name}: {positions} positions, {sizes}"), (20, top), HEADING, INK)?;
-            text(area, "time", (TIME.left, top + 23), SMALL, GREY)?;
-            text(area, "memory beyond parameters and inputs", (MEMORY.left, top + 23), SMALL, GREY)?;
-            let first = top + 36;
-            for (i, line) in lines.iter().enumerate() {
-                let middle = first + i as i32 * ROW + ROW / 2;
-                let font = Font(13.0, weight(i), HPos::Right);
-                text(area, &implementation(line), (TIME.left - 10, middle), font, INK)?;
-            }
-            let panel_gradient = decoder_gradient_mib(lines[0], lines[0])?;
-            TIME.bars(area, lines, "seconds", first, None, |seconds| digits(seconds) + " s")?;
-            MEMORY.bars(area, lines, "extra_mib", first, panel_gradient, |mib| format!("{mib:.0} MiB"))?;
-            top = first + lines.len() as i32 * ROW + 40;
-            gradient = gradient.or(panel_gradient);
-        }
-        if let Some(mib) = gradient {
-            let note = format!("Of this memory, {mib:.0} MiB (up to the white line) are the decoder's gradient.");
-            text(area, &note, (20, top - 12), SMALL, GREY)?;
-        }
-        text(area, source(&all, false).trim().trim_matches('*'), (20, top + 10), SMALL, GREY)?;
-        Ok(())
-    })
-}
-
-/// A column of bars.
-struct Column {
-    left: i32,
-    /// The length of the longest bar.
-    length: i32,
-}
-
-const TIME: Column = Column { left: 330, length: 95 };
-const MEMORY: Column = Column { left: 552, length: 105 };
-
-impl Column {
-    /// Draws bars from `top` on, each with its value and its ratio to the first. A white line ends a part of each bar.
-    fn bars(
-        &self,
-        area: &Area,
-        lines: &[&Line],
-        key: &str,
-        top: i32,
-        part: Option<f64>,
-        label: fn(f64) -> String,
-    ) -> Result<()> {
-        let values: Vec<f64> = lines.iter().filter_map(|line| line.number(key)).collect();
-        if values.len() < lines.len() {
-            return Err(format!("a line without a number under \"{key}\"").into());
-        }
-        let most = values.iter().copied().fold(0.0, f64::max);
-        for (i, &value) in values.iter().enumerate() {
-            let middle = top + i as i32 * ROW + ROW / 2;
-            let end = self.left + (f64::from(self.length) * value / most).round().max(2.0) as i32;
-            let color = if i == 0 { BLUE } else { OTHERS };
-            area.draw(&Rectangle::new([(self.left, middle - 9), (end, middle + 9)], color.filled()))?;
-            if let Some(part) = part {
-                let x = self.left + (f64::from(self.length) * part / most).round() as i32;
-                area.draw(&PathElement::new([(x, middle - 9), (x, middle + 9)], WHITE.stroke_width(2)))?;
-            }
-            let ratio = value / values[0];
-            let label = match i {
-                0 => label(value),
-                _ if ratio < 9.95 => format!("{} ({ratio:.1}×)", label(value)),
-                _ => format!("{} ({ratio:.0}×)", label(value)),
-            };
-            text(area, &label, (end + 6, middle), Font(13.0, weight(i), HPos::Left), INK)?;
-        }
-        let bottom = top + lines.len() as i32 * ROW;
-        area.draw(&PathElement::new([(self.left, top), (self.left, bottom)], GREY))?;
-        Ok(())
-    }
-}
-
-/// Returns the weight of the font of a row. The first row is mos-head's.
-fn weight(row: usize) -> FontStyle {
-    if row == 0 {
-        FontStyle::Bold
-    } else {
-        FontStyle::Normal
-    }
-}
-
-fn implementation(line: &Line) -> String {
-    match line.text("implementation") {
-        "composed of candle operations" => "candle, composed operations".into(),
-        // The subtitle names PyTorch.
-        other => other.replace("PyTorch, linear", "linear"),
-    }
-}
-
 /// Draws the validation NLL of the three heads after each epoch, above the entropy of the language.
 pub(crate) fn curves(results: &Results) -> Result<String> {
     const HEIGHT: i32 = 430;
-    const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 250;
-    const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
     let lines = results.lines_of("curves");
     let entropy = lines.iter().find_map(|line| line.number("entropy_nats")).ok_or("no entropy of the language")?;
@@ -198,22 +47,17 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
     let y = |nll: f64| BOTTOM - (f64::from(BOTTOM - TOP) * (nll - bottom) / (top - bottom)).round() as i32;
 
     svg(HEIGHT, |area| {
-        text(area, "Three output layers at equal size", (20, 26), TITLE, INK)?;
         let vocab = count(need(lines[0], "vocab")?);
         let subtitle = format!("LSTM language model on the built-in language of {vocab} ids, whose entropy is known");
-        text(area, &subtitle, (20, 50), TEXT, GREY)?;
-        for tick in low..=high {
-            let value = f64::from(tick) / 5.0;
-            area.draw(&PathElement::new([(LEFT, y(value)), (RIGHT, y(value))], PALE))?;
-            text(area, &format!("{value:.1}"), (LEFT - 8, y(value)), Font(12.0, FontStyle::Normal, HPos::Right), GREY)?;
+        titles(area, "Three output layers at equal size", &subtitle)?;
+        for value in (low..=high).map(|tick| f64::from(tick) / 5.0) {
+            level(area, RIGHT, y(value), &format!("{value:.1}"))?;
         }
         for epoch in 1..=epochs as i32 {
-            let center = Font(12.0, FontStyle::Normal, HPos::Center);
-            text(area, &epoch.to_string(), (x(f64::from(epoch)), BOTTOM + 16), center, GREY)?;
+            text(area, &epoch.to_string(), (x(f64::from(epoch)), BOTTOM + 16), CENTERED, GREY)?;
         }
         text(area, "validation NLL (nats per position)", (20, TOP - 20), SMALL, GREY)?;
-        let center = Font(12.0, FontStyle::Normal, HPos::Center);
-        text(area, "epoch", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        text(area, "epoch", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
 
         let mut start = LEFT;
         while start < RIGHT {
@@ -263,9 +107,7 @@ fn end_labels(area: &Area, x: i32, y: impl Fn(f64) -> i32, mut ends: Vec<(f64, S
 /// not measured.
 pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     const HEIGHT: i32 = 430;
-    const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 270;
-    const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 76;
     let lines = results.lines_of("memory");
     let Some(first) = lines.first() else { return Ok(None) };
@@ -285,38 +127,30 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
     let x = |positions: f64| LEFT + (f64::from(RIGHT - LEFT) * positions / most).round() as i32;
     let y = |gib: f64| BOTTOM - (f64::from(BOTTOM - TOP) * gib / highest).round() as i32;
     let picture = svg(HEIGHT, |area| {
-        text(area, "Memory of a training step of the output layer, f32", (20, 26), TITLE, INK)?;
         let sizes =
             format!("{} over {} ids, d = {}", softmaxes(first)?, count(need(first, "vocab")?), need(first, "context")?);
-        text(
-            area,
-            &format!("{sizes}; beyond parameters and inputs, with the decoder's gradient"),
-            (20, 50),
-            TEXT,
-            GREY,
-        )?;
+        let subtitle = format!("{sizes}; beyond parameters and inputs, with the decoder's gradient");
+        titles(area, "Memory of a training step of the output layer, f32", &subtitle)?;
         text(area, "GiB", (20, TOP - 20), SMALL, GREY)?;
-        let [right, center] = [HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side));
         let step = (highest / 6.0).ceil().max(1.0);
         for tick in (0..).map(|i| f64::from(i) * step).take_while(|gib| *gib <= highest) {
-            area.draw(&PathElement::new([(LEFT, y(tick)), (RIGHT, y(tick))], PALE))?;
-            text(area, &format!("{tick}"), (LEFT - 8, y(tick)), right, GREY)?;
+            level(area, RIGHT, y(tick), &format!("{tick}"))?;
         }
         // There is no room for the numbers of fewer.
         for (positions, _) in curves[0].1.iter().filter(|(positions, _)| 8.0 * positions >= most) {
-            text(area, &count(*positions), (x(*positions), BOTTOM + 16), center, GREY)?;
+            text(area, &count(*positions), (x(*positions), BOTTOM + 16), CENTERED, GREY)?;
         }
-        text(area, "positions", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        text(area, "positions", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
         let mut ends = vec![];
         for (i, (name, points)) in curves.iter().enumerate() {
-            let color = if i == 0 { BLUE } else { OTHERS };
+            let color = if i == 0 { OURS } else { OTHERS };
             let pixels: Vec<_> = points.iter().map(|&(positions, gib)| (x(positions), y(gib))).collect();
             area.draw(&PathElement::new(pixels.clone(), color.stroke_width(3)))?;
             for at in pixels {
                 area.draw(&Circle::new(at, 4, color.filled()))?;
             }
             let (_, last) = points[points.len() - 1];
-            ends.push((last, format!("{name}: {last:.1} GiB"), if i == 0 { BLUE } else { GREY }));
+            ends.push((last, format!("{name}: {last:.1} GiB"), if i == 0 { OURS } else { GREY }));
         }
         end_labels(area, RIGHT + 12, y, ends)?;
         text(area, source(&lines, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;
@@ -329,9 +163,7 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
 /// was. The axes hold every evaluation.
 pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
     const HEIGHT: i32 = 500;
-    const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 296;
-    const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 76;
     let (systems, used) = runs::equal_time(results)?;
     if systems.is_empty() {
@@ -346,23 +178,20 @@ pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
     let x = |minutes: f64| LEFT + 8 + (f64::from(RIGHT - LEFT - 16) * part(minutes, first, last)).round() as i32;
     let y = |value: f64| BOTTOM - (f64::from(BOTTOM - TOP) * part(value, lowest, highest)).round() as i32;
     let picture = svg(HEIGHT, |area| {
-        text(area, "Equal time on Penn Treebank", (20, 26), TITLE, INK)?;
         let subtitle = "About 5 million parameters each; minutes of one core: steps done times the seconds of a step";
-        text(area, subtitle, (20, 50), TEXT, GREY)?;
+        titles(area, "Equal time on Penn Treebank", subtitle)?;
         text(area, "validation perplexity", (20, TOP - 20), SMALL, GREY)?;
         text(area, &format!("at {longest} minutes (MoS: mixture of softmaxes)"), (RIGHT + 12, TOP - 20), SMALL, GREY)?;
-        let [right, center] = [HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side));
         let values = [100.0, 125.0, 150.0, 200.0, 250.0, 300.0, 400.0, 500.0, 600.0, 800.0, 1000.0];
         for value in values.into_iter().filter(|value| (lowest..=highest).contains(value)) {
-            area.draw(&PathElement::new([(LEFT, y(value)), (RIGHT, y(value))], PALE))?;
-            text(area, &format!("{value}"), (LEFT - 8, y(value)), right, GREY)?;
+            level(area, RIGHT, y(value), &format!("{value}"))?;
         }
         for minutes in [1.0, 2.0, 5.0, 10.0, 20.0, 40.0].into_iter().filter(|minutes| (first..=last).contains(minutes))
         {
             area.draw(&PathElement::new([(x(minutes), TOP), (x(minutes), BOTTOM)], PALE))?;
-            text(area, &format!("{minutes}"), (x(minutes), BOTTOM + 16), center, GREY)?;
+            text(area, &format!("{minutes}"), (x(minutes), BOTTOM + 16), CENTERED, GREY)?;
         }
-        text(area, "minutes", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        text(area, "minutes", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
         let mut ends = vec![];
         for system in &systems {
             let color = SYSTEMS.iter().find(|(name, _)| *name == system.system).map_or(INK, |(_, color)| *color);
@@ -396,9 +225,7 @@ fn part(number: f64, low: f64, high: f64) -> f64 {
 /// that are measured first.
 pub(crate) fn rank(results: &Results) -> Result<String> {
     const HEIGHT: i32 = 400;
-    const LEFT: i32 = 70;
     const RIGHT: i32 = WIDTH - 260;
-    const TOP: i32 = 102;
     const BOTTOM: i32 = HEIGHT - 58;
     let mut lines = results.lines_of("bottleneck");
     let shape = lines.first().map_or("", |line| line.text("shape"));
@@ -410,19 +237,17 @@ pub(crate) fn rank(results: &Results) -> Result<String> {
     let x = |part: f64| LEFT + (f64::from(RIGHT - LEFT) * part).round() as i32;
     let y = |percent: f64| BOTTOM - (f64::from(BOTTOM - TOP) * percent / 100.0).round() as i32;
     svg(HEIGHT, |area| {
-        text(area, "Singular values of the log-probabilities", (20, 26), TITLE, INK)?;
-        text(area, &format!("{shape}: {contexts} contexts, {vocab} ids"), (20, 50), TEXT, GREY)?;
+        let subtitle = format!("{shape}: {contexts} contexts, {vocab} ids");
+        titles(area, "Singular values of the log-probabilities", &subtitle)?;
         text(area, "singular values below, %", (20, TOP - 20), SMALL, GREY)?;
-        let (right, center) = ([HPos::Right, HPos::Center].map(|side| Font(12.0, FontStyle::Normal, side))).into();
         for percent in [0.0, 25.0, 50.0, 75.0, 100.0] {
-            area.draw(&PathElement::new([(LEFT, y(percent)), (RIGHT, y(percent))], PALE))?;
-            text(area, &format!("{percent}"), (LEFT - 8, y(percent)), right, GREY)?;
+            level(area, RIGHT, y(percent), &format!("{percent}"))?;
         }
         for decade in [16, 12, 8, 4, 0] {
             let label = if decade == 0 { "1".into() } else { format!("1e-{decade}") };
-            text(area, &label, (x(1.0 - f64::from(decade) / 16.0), BOTTOM + 16), center, GREY)?;
+            text(area, &label, (x(1.0 - f64::from(decade) / 16.0), BOTTOM + 16), CENTERED, GREY)?;
         }
-        text(area, "singular value / the largest one", ((LEFT + RIGHT) / 2, BOTTOM + 38), center, GREY)?;
+        text(area, "singular value / the largest one", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
         for (i, line) in lines.iter().enumerate() {
             let color = HEADS.iter().find(|(head, _)| line.is("head", head)).map_or(INK, |(_, color)| *color);
             let percents = line.numbers("singular_values_below_percent");

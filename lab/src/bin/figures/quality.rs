@@ -1,7 +1,7 @@
 //! The tables of what the programs learn: perplexities, BLEU, and the rank of log-probabilities.
 
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, markdown, need, short, source};
 
 const HEADS: [&str; 3] = ["softmax", "moc", "mos"];
 const VALIDATION: &str = "valid_perplexity_by_epoch";
@@ -57,23 +57,17 @@ fn epochs(line: &Line) -> usize {
         .map_or(evaluation_count(VALIDATION).max(evaluation_count(BITS)), |[epoch, ..]| epoch.round() as usize)
 }
 
-pub(crate) fn built_in_language(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation NLL | nats above the entropy |";
-    by_head(results, "built-in-language", header, |line| {
-        let nll = need(line, "valid_nll")?;
-        Ok(vec![count(need(line, "parameters")?), format!("{nll:.4}"), format!("{:.3}", above_entropy(line)?)])
-    })
-}
-
 /// Makes the table of means over the seeds. The slowdown is the time of a step over the softmax's, each in its fastest
 /// run.
 pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
     let header =
         "| head | learning rate | dropout | contexts | validation perplexity, by epoch | at the end | slowdown |";
     let speed = |line: &Line| line.numbers("tokens_per_second").into_iter().fold(0.0, f64::max);
-    let softmax = results.lines_of("penn-treebank").first().map_or(0.0, |line| speed(line));
-    by_head(results, "penn-treebank", header, |line| {
+    let lines = results.lines_of("penn-treebank");
+    let softmax = lines.first().map_or(0.0, |line| speed(line));
+    let row = |line: &&Line| {
         Ok(vec![
+            head_with_components(line),
             need(line, "lr")?.to_string(),
             need(line, "dropout")?.to_string(),
             if line.is("head", "softmax") { String::new() } else { line.text("activation").into() },
@@ -81,19 +75,9 @@ pub(crate) fn penn_treebank(results: &Results) -> Result<String> {
             spread(line, "valid_perplexity", 1)?,
             format!("{:.1}", softmax / speed(line)),
         ])
-    })
-}
-
-/// Makes the table of every head by the paper's recipe, and what adapting the trained model gains.
-pub(crate) fn recipe(results: &Results) -> Result<String> {
-    let header = "| head | parameters | validation perplexity, by epoch | dynamic evaluation | cache | both |";
-    by_head(results, "recipe", header, |line| {
-        let mut row = vec![count(need(line, "parameters")?), each(line, VALIDATION, perplexity)];
-        for key in ["dynamic_perplexity", "cache_perplexity", "dynamic_cache_perplexity"] {
-            row.push(perplexity(need(line, key)?));
-        }
-        Ok(row)
-    })
+    };
+    let rows = lines.iter().map(row).collect::<Result<_>>()?;
+    Ok(markdown(header, rows) + &source(&lines, false))
 }
 
 /// Makes the table of the paper's recipe without one of its parts, after the recipe itself.
@@ -140,44 +124,6 @@ pub(crate) fn outputs(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-/// Makes the table of the same trials of every head.
-pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.lines_of(figure);
-    let mut rows = vec![];
-    for trial in 1.. {
-        let trial_lines: Vec<_> = lines.iter().filter(|line| line.number("trial") == Some(f64::from(trial))).collect();
-        let Some(mixture) = trial_lines.iter().find(|line| !line.is("head", "softmax")) else { break };
-        let mut row = vec![need(mixture, "lr")?.to_string(), need(mixture, "dropout")?.to_string()];
-        row.push(mixture.text("activation").into());
-        for head in HEADS {
-            let line = trial_lines.iter().find(|line| line.is("head", head));
-            let line = line.ok_or_else(|| format!("no trial {trial} of {head}"))?;
-            row.push(perplexity(need(line, "valid_perplexity")?));
-        }
-        rows.push(row);
-    }
-    let header = "| learning rate | dropout | contexts | softmax | mixture of contexts | mixture of softmaxes |";
-    Ok(markdown(header, rows) + &source(&lines, false))
-}
-
-/// Makes the table of a mixture of softmaxes with the same recipe from other initial values.
-pub(crate) fn initial_values(results: &Results) -> Result<String> {
-    let lines = results.lines_of("initial-values");
-    let mut rows = vec![];
-    for (activation, name) in [("tanh", "tanh"), ("identity", "linear")] {
-        let mut row = vec![name.to_owned()];
-        for spread in [1.0, 0.3] {
-            let found =
-                lines.iter().find(|line| line.is("activation", activation) && line.number("spread") == Some(spread));
-            let line = found.ok_or_else(|| format!("no {activation} with a spread of {spread}"))?;
-            row.push(perplexity(need(line, "valid_perplexity")?));
-        }
-        rows.push(row);
-    }
-    let header = "| contexts | independent components (spread 1) | components that start alike (spread 0.3) |";
-    Ok(markdown(header, rows) + &source(&lines, false))
-}
-
 /// Makes the table of the rank of the log-probabilities of trained models.
 pub(crate) fn bottleneck(results: &Results) -> Result<String> {
     let lines = results.lines_of("bottleneck");
@@ -202,65 +148,12 @@ pub(crate) fn bottleneck(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, false))
 }
 
-pub(crate) fn characters(results: &Results) -> Result<String> {
-    let header = "| head | LSTM units | parameters | validation BPC, epochs 1 to 3 | test BPC | CPU minutes |";
-    by_head(results, "characters", header, |line| {
-        Ok(vec![
-            count(need(line, "units")?),
-            count(need(line, "parameters")?),
-            each(line, BITS, |bits| format!("{bits:.3}")),
-            format!("{:.3}", need(line, "test_bits_per_character")?),
-            short(need(line, "cpu_minutes")?),
-        ])
-    })
-}
-
-/// Returns a table with one row per line, which starts with the head.
-fn by_head(
-    results: &Results,
-    figure: &str,
-    header: &str,
-    cells: impl Fn(&Line) -> Result<Vec<String>>,
-) -> Result<String> {
-    let lines = results.lines_of(figure);
-    let row = |line: &&Line| Ok([vec![head_with_components(line)], cells(line)?].concat());
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown(header, rows) + &source(&lines, false))
-}
-
-/// Returns the name of a head, and the number of components of a mixture.
-pub(crate) fn head_with_components(line: &Line) -> String {
-    let components = line.number("components").filter(|&components| components > 1.0);
-    let components = components.map_or(String::new(), |components| format!(", K = {components}"));
-    head_name(line.text("head")).to_owned() + &components
-}
-
-pub(crate) fn head_name(head: &str) -> &str {
-    match head {
-        "moc" => "mixture of contexts",
-        "mos" => "mixture of softmaxes",
-        head => head,
-    }
-}
-
 fn above_entropy(line: &Line) -> Result<f64> {
     Ok(need(line, "valid_nll")? - need(line, "entropy_nats")?)
 }
 
 fn last(line: &Line, key: &str) -> Result<f64> {
     line.numbers(key).last().copied().ok_or_else(|| format!("no numbers under \"{key}\"").into())
-}
-
-/// Returns the mean and standard deviation of lines of a seed each.
-pub(crate) fn over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
-    let values = lines.iter().map(|line| need(line, key)).collect::<Result<Vec<_>>>()?;
-    Ok(mean_and_deviation(&values, decimals))
-}
-
-/// Returns the mean and standard deviation of a score of texts.
-pub(crate) fn score_over_seeds(lines: &[&Line], key: &str, decimals: usize) -> Result<String> {
-    let scores = lines.iter().map(|line| line.score(key).ok_or_else(|| format!("no score {key}")));
-    Ok(mean_and_deviation(&scores.collect::<std::result::Result<Vec<_>, _>>()?, decimals))
 }
 
 /// Returns the mean and standard deviation of a line's numbers, one for each seed.
@@ -272,25 +165,6 @@ fn spread(line: &Line, key: &str, decimals: usize) -> Result<String> {
     Ok(mean_and_deviation(&values, decimals))
 }
 
-/// Returns the mean of some numbers and, of more than one, the standard deviation.
-pub(crate) fn mean_and_deviation(values: &[f64], decimals: usize) -> String {
-    let count = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / count;
-    if values.len() < 2 {
-        return format!("{mean:.decimals$}");
-    }
-    let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    format!("{mean:.decimals$} ± {:.decimals$}", variance.sqrt())
-}
-
 fn each(line: &Line, key: &str, format: fn(f64) -> String) -> String {
     line.numbers(key).into_iter().map(format).collect::<Vec<_>>().join(", ")
-}
-
-pub(crate) fn perplexity(number: f64) -> String {
-    if number < 10.0 {
-        format!("{number:.2}")
-    } else {
-        format!("{number:.1}")
-    }
 }

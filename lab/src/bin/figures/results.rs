@@ -59,6 +59,11 @@ const IDENTITY: [&str; 21] = [
     "processor",
 ];
 
+/// Returns the repository.
+pub(crate) fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the lab is a folder of the repository")
+}
+
 /// One measurement.
 #[derive(Clone, Debug)]
 pub(crate) struct Line {

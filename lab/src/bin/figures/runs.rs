@@ -1,8 +1,7 @@
 //! The tables of the small runs (`lab/run_all.sh`): the trials of every head, two seeds of the best, equal time.
 
-use crate::quality::{head_name, over_seeds, perplexity, score_over_seeds};
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
 
 /// The systems in the order of the tables.
 const SYSTEMS: [&str; 6] = ["softmax", "moc", "mos", "sampled", "adaptive", "codes"];
@@ -28,33 +27,6 @@ fn systems<'a>(lines: &[&'a Line]) -> Vec<(&'static str, Vec<&'a Line>)> {
 
 fn first_of_system<'a>(lines: &[&'a Line], system: &str) -> Option<&'a Line> {
     lines.iter().copied().find(|line| line.is("system", system))
-}
-
-fn first_of_trial<'a>(lines: &[&'a Line], trial: i32) -> Option<&'a Line> {
-    lines.iter().copied().find(|line| line.number("trial") == Some(f64::from(trial)))
-}
-
-/// Makes the table of the validation perplexity of each trial, by its flags.
-pub(crate) fn trials(results: &Results, figure: &str) -> Result<String> {
-    let lines = results.lines_of(figure);
-    let systems = systems(&lines);
-    if systems.is_empty() {
-        return Ok(UNMEASURED.into());
-    }
-    let mut rows = vec![];
-    for trial in 1.. {
-        let Some(any) = first_of_trial(&lines, trial) else { break };
-        let mut row = vec![format!("`{}`", any.text("setting"))];
-        for (_, lines) in &systems {
-            row.push(match first_of_trial(lines, trial) {
-                None => String::new(),
-                Some(line) => line.number("valid_perplexity").map_or("diverged".into(), perplexity),
-            });
-        }
-        rows.push(row);
-    }
-    let names: Vec<_> = systems.iter().map(|(system, _)| system_name(system)).collect();
-    Ok(markdown(&format!("| flags | {} |", names.join(" | ")), rows) + &source(&lines, false))
 }
 
 /// Makes the table of the seeds of the best trial of every head: mean and standard deviation.
@@ -140,19 +112,4 @@ pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
     let rows = systems.iter().map(row).collect();
     let header = "| system | parameters | seconds a step | 10 minutes | 20 minutes | 40 minutes |";
     Ok(markdown(header, rows) + &source(&used, true))
-}
-
-/// Makes the table of the seconds of a step of the papers' models.
-pub(crate) fn preset_seconds(results: &Results) -> Result<String> {
-    let lines = results.lines_of("preset-seconds");
-    if lines.is_empty() {
-        return Ok(UNMEASURED.into());
-    }
-    let row = |line: &&Line| {
-        let positions = need(line, "positions")?;
-        let seconds = need(line, "seconds")?;
-        Ok(vec![format!("`{}`", line.text("preset")), count(positions), digits(seconds), count(positions / seconds)])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| preset | positions a step | seconds a step | positions per second |", rows) + &source(&lines, true))
 }

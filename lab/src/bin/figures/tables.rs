@@ -1,18 +1,10 @@
 //! The tables of the documents, in markdown.
 
-use std::collections::BTreeSet;
-
-use crate::codes;
-use crate::gpu;
-use crate::papers::papers;
-use crate::quality;
+use crate::format::*;
 use crate::results::{Line, Result, Results};
-use crate::{captions, root, runs, vocabularies};
+use crate::{captions, columns, papers::papers, quality, runs, vocabularies};
 
 type Generator = fn(&Results) -> Result<String>;
-
-/// This text stands in place of a table that nothing has been measured for.
-pub(crate) const UNMEASURED: &str = "Not measured yet.\n";
 
 /// The scores of a dialogue model: precision and recall of five responses.
 const SWITCHBOARD: [(&str, &str); 9] = [
@@ -27,59 +19,46 @@ const SWITCHBOARD: [(&str, &str); 9] = [
     ("distinct", "distinct replies, %"),
 ];
 
-/// The tables, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 50] = [
+/// The tables that are more than columns, by the name in the marker.
+pub(crate) const TABLES: [(&str, Generator); 25] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
     ("examples", quality::examples),
     ("steps", steps),
-    ("gpu-steps", gpu::steps),
-    ("gpu-chunks", gpu::chunks),
     ("steps-elsewhere", steps_elsewhere),
     ("dtypes", dtypes),
-    ("without-gradients", without_gradients),
-    ("instruction-sets", instruction_sets),
-    ("positions", positions),
     ("confident", confident),
-    ("budget", budget),
     ("language-model", language_model),
-    ("fine-tune", fine_tune),
     ("decoding-all", decoding_all),
-    ("decoding-heads", decoding_heads),
-    ("penn-treebank-trials", |results| quality::trials(results, "penn-treebank-trials")),
     ("penn-treebank", quality::penn_treebank),
-    ("recipe", quality::recipe),
     ("regularisers", quality::regularisers),
     ("outputs", quality::outputs),
-    ("output-steps", output_steps),
-    ("codes", codes::codes),
-    ("fast-mos", codes::fast_mos),
-    ("assignment", codes::assignment),
-    ("built-in-language", quality::built_in_language),
-    ("translation-trials", |results| quality::trials(results, "translation-trials")),
-    ("dialogue-trials", |results| quality::trials(results, "dialogue-trials")),
-    ("built-in-trials", |results| quality::trials(results, "built-in-trials")),
-    ("initial-values", quality::initial_values),
     ("bottleneck", quality::bottleneck),
-    ("characters", quality::characters),
-    ("ptb-small-trials", |results| runs::trials(results, "ptb-small-trials")),
     ("ptb-small", |results| runs::finals(results, "ptb-small", &[])),
-    ("multi30k-trials", |results| runs::trials(results, "multi30k-trials")),
     ("multi30k", |results| runs::finals(results, "multi30k", &[("bleu", "test BLEU")])),
-    ("switchboard-trials", |results| runs::trials(results, "switchboard-trials")),
     ("switchboard", |results| runs::finals(results, "switchboard", &SWITCHBOARD)),
     ("equal-time", runs::equal_time_table),
     ("multi30k-transformer-trials", vocabularies::trials),
-    ("captions-trials", |results| runs::trials(results, "captions-trials")),
     ("captions", captions::captions),
     ("multi30k-vocabularies", vocabularies::vocabularies),
     ("multi30k-equal-time", vocabularies::equal_time),
-    ("preset-seconds", runs::preset_seconds),
-    ("papers-mos", |results| papers(root(), results, "mos")),
-    ("papers-fast", |results| papers(root(), results, "fast")),
-    ("papers-limits", |results| papers(root(), results, "limits")),
+    ("papers-mos", |results| papers(results, "mos")),
+    ("papers-fast", |results| papers(results, "fast")),
+    ("papers-limits", |results| papers(results, "limits")),
 ];
+
+/// Makes the table of this name.
+pub(crate) fn make(name: &str, results: &Results) -> Result<String> {
+    let table = match TABLES.iter().find(|(known, _)| *known == name) {
+        Some((_, table)) => table(results),
+        None => match columns::tables()?.iter().find(|table| table["table"] == name) {
+            Some(table) => columns::table(table, results),
+            None => return Err(format!("no table named {name}").into()),
+        },
+    };
+    table.map_err(|error| format!("table {name}: {error}").into())
+}
 
 /// Returns `text` with every table between markers made anew.
 pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
@@ -90,8 +69,7 @@ pub(crate) fn rewrite(text: &str, results: &Results) -> Result<String> {
         output.push('\n');
         let name = line.strip_prefix("<!-- figures: ").and_then(|rest| rest.strip_suffix(" -->"));
         let Some(name) = name else { continue };
-        let (_, table) = TABLES.iter().find(|(known, _)| *known == name).ok_or(format!("no table named {name}"))?;
-        let table = table(results).map_err(|error| format!("table {name}: {error}"))?;
+        let table = make(name, results)?;
         lines.find(|line| *line == "<!-- /figures -->").ok_or(format!("no end of table {name}"))?;
         output += &format!("{table}<!-- /figures -->\n");
     }
@@ -134,12 +112,6 @@ pub(crate) fn beside<'a>(results: &'a Results, shape: &str, positions: f64) -> R
 
 fn is_products(line: &Line) -> bool {
     line.text("implementation").ends_with("products alone")
-}
-
-/// Returns the place of a step's shape in tables; others come last.
-pub(crate) fn place_of_shape(line: &Line) -> usize {
-    const SHAPES: [&str; 4] = ["ptb", "wt2", "1b", "llm"];
-    SHAPES.iter().position(|shape| line.is("shape", shape)).unwrap_or(SHAPES.len())
 }
 
 /// Orders steps by shape, falling number of positions, and time; in each group mos-head first and products last.
@@ -209,18 +181,6 @@ fn steps_elsewhere(results: &Results) -> Result<String> {
     Ok(markdown("| processor | shape | implementation | step | extra |", rows) + &source(&lines, false))
 }
 
-/// Makes the table of training steps over cheaper vocabularies.
-fn output_steps(results: &Results) -> Result<String> {
-    let lines = results.lines_of("output-step");
-    let row = |line: &&Line| {
-        let sizes = line.text("shape").to_owned();
-        let memory = line.number("extra_mib").map_or_else(String::new, |mib| count(mib) + " MiB");
-        Ok(vec![sizes, line.text("implementation").into(), digits(need(line, "seconds")?) + " s", memory])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| | implementation | step | extra |", rows) + &source(&lines, true))
-}
-
 fn dtypes(results: &Results) -> Result<String> {
     let lines = results.lines_of("dtypes");
     let row = |line: &&Line| {
@@ -265,25 +225,6 @@ fn confident(results: &Results) -> Result<String> {
     Ok(markdown("| mixture with gradients, 84 positions of ptb | time | of plain |", rows) + &source(&lines, true))
 }
 
-/// Makes the table of chunks of fewer rows than by default.
-fn budget(results: &Results) -> Result<String> {
-    let lines = results.lines_of("budget");
-    if lines.is_empty() {
-        return Ok(UNMEASURED.into());
-    }
-    let row = |line: &&Line| {
-        Ok(vec![
-            format!("{}, {} positions", line.text("shape"), count(need(line, "positions")?)),
-            plain(need(line, "chunk_rows")?),
-            format!("{:.0} MiB", need(line, "workspace_mib")?),
-            format!("{:.0} MiB", need(line, "extra_mib")?),
-            digits(need(line, "seconds")?) + " s",
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| shape | rows of a chunk, at most | workspace | extra | step |", rows) + &source(&lines, true))
-}
-
 /// Makes the table of the positions per second of a whole language model.
 fn language_model(results: &Results) -> Result<String> {
     const IMPLEMENTATIONS: [&str; 3] = ["mos-head", "PyTorch, eager", "PyTorch, torch.compile"];
@@ -291,7 +232,7 @@ fn language_model(results: &Results) -> Result<String> {
     let ours = || lines.iter().filter(|line| !line.is_of_peer());
     let Some(first) = ours().next() else { return Ok(UNMEASURED.into()) };
     let row = |line: &&Line| {
-        let mut row = vec![quality::head_with_components(line)];
+        let mut row = vec![head_with_components(line)];
         for implementation in IMPLEMENTATIONS {
             let is_head =
                 |other: &&&Line| other.text("head") == line.text("head") && other.is("implementation", implementation);
@@ -303,67 +244,6 @@ fn language_model(results: &Results) -> Result<String> {
     let rows = ours().map(row).collect::<Result<_>>()?;
     let header = format!("| {} | {} |", first.text("shape"), IMPLEMENTATIONS.join(" | "));
     Ok(markdown(&header, rows) + &source(&lines, true))
-}
-
-fn without_gradients(results: &Results) -> Result<String> {
-    let lines = results.lines_of("without-gradients");
-    let row = |line: &&Line| {
-        Ok(vec![
-            sizes(line, false)?,
-            digits(need(line, "seconds")?) + " s",
-            format!("{:.0} MiB", need(line, "extra_mib")?),
-            digits(need(line, "mixture_seconds")?) + " s",
-            digits(need(line, "product_seconds")?) + " s",
-            format!("{:.2}", need(line, "mixture_over_product")?),
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| shape | step | extra | mixture | one product | ratio |", rows) + &source(&lines, true))
-}
-
-fn instruction_sets(results: &Results) -> Result<String> {
-    let lines = results.lines_of("instruction-sets");
-    let row = |line: &&Line| {
-        Ok(vec![
-            line.text("row_kernels").into(),
-            digits(need(line, "mixture_seconds")?) + " s",
-            digits(need(line, "products_seconds")?) + " s",
-            format!("{:.2}", need(line, "mixture_over_products")?),
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| kernels | mixture | products | ratio |", rows) + &source(&lines, true))
-}
-
-fn positions(results: &Results) -> Result<String> {
-    let lines = results.lines_of("positions");
-    let row = |line: &&Line| {
-        Ok(vec![
-            count(need(line, "positions")?) + " positions",
-            short(need(line, "workspace_mib")?) + " MiB",
-            format!("{:.0} MiB", need(line, "extra_mib")?),
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| ptb with | workspace | extra |", rows) + &source(&lines, true))
-}
-
-/// Makes the table of a whole model with each output layer.
-fn fine_tune(results: &Results) -> Result<String> {
-    let lines = results.lines_of("fine-tune");
-    if lines.is_empty() {
-        return Ok(UNMEASURED.into());
-    }
-    let row = |line: &&Line| {
-        Ok(vec![
-            format!("`{}`", line.text("output")),
-            count(need(line, "trained")?),
-            digits(need(line, "seconds")?) + " s",
-            format!("{:.0} MiB", need(line, "peak_mib")?),
-        ])
-    };
-    let rows = lines.iter().map(row).collect::<Result<_>>()?;
-    Ok(markdown("| `--output` | parameters that are trained | a step | peak memory |", rows) + &source(&lines, true))
 }
 
 /// Makes the table of the ten most probable ids after one position.
@@ -398,12 +278,6 @@ fn decoding(results: &Results) -> Result<String> {
     Ok(markdown(&header, rows) + &source(&used, true))
 }
 
-/// Makes the table of the number of components in words.
-pub(crate) fn softmaxes(line: &Line) -> Result<String> {
-    let components = need(line, "components")?;
-    Ok(if components == 1.0 { "one softmax".into() } else { format!("{components} softmaxes") })
-}
-
 fn decoding_all(results: &Results) -> Result<String> {
     let lines = results.lines_of("decoding");
     let find = |shape: &str, implementation: &str| {
@@ -432,23 +306,6 @@ fn decoding_all(results: &Results) -> Result<String> {
     Ok(markdown(header, rows) + &source(&lines, true))
 }
 
-fn decoding_heads(results: &Results) -> Result<String> {
-    let lines = results.lines_of("decoding-heads");
-    let mut rows = vec![];
-    for (head, name) in [
-        ("softmax", "softmax of width 280"),
-        ("mos", "mixture of softmaxes, K = 15"),
-        ("mos-ancestral", "the same, ancestral"),
-    ] {
-        let batches = ["ptb-b1", "ptb-b8", "ptb-b32"].map(|shape| {
-            let line = lines.iter().find(|line| line.is("head", head) && line.is("shape", shape));
-            line.and_then(|line| line.number("sample_ms")).map_or(String::new(), milliseconds)
-        });
-        rows.push([vec![name.into()], batches.to_vec()].concat());
-    }
-    Ok(markdown("| | batch 1 | 8 | 32 |", rows) + &source(&lines, true))
-}
-
 fn label(line: &Line) -> String {
     match line.text("implementation") {
         "composed of candle operations" => "the formula composed of candle operations".into(),
@@ -460,88 +317,4 @@ fn label(line: &Line) -> String {
 
 fn sizes_key(line: &Line) -> (&str, Option<f64>) {
     (line.text("shape"), line.number("positions"))
-}
-
-/// Returns the shape, with all sizes or with the positions only if they are not the shape's own.
-fn sizes(line: &Line, full: bool) -> Result<String> {
-    let (shape, positions) = (line.text("shape"), need(line, "positions")?);
-    if full {
-        let (components, d) = (need(line, "components")?, need(line, "context")?);
-        let vocab = count(need(line, "vocab")?);
-        let positions = plain(positions);
-        return Ok(format!("{shape} ({positions} positions, K = {components}, d = {d}, V = {vocab})"));
-    }
-    Ok(if shape == "ptb" { shape.into() } else { format!("{shape}, {} positions", plain(positions)) })
-}
-
-pub(crate) fn need(line: &Line, key: &str) -> Result<f64> {
-    line.number(key).ok_or_else(|| {
-        let [figure, shape, implementation] = ["figure", "shape", "implementation"].map(|key| line.text(key));
-        format!("no number under \"{key}\" of {figure}, {shape}, {implementation}").into()
-    })
-}
-
-pub(crate) fn markdown(header: &str, rows: Vec<Vec<String>>) -> String {
-    let mut text = format!("{header}\n|{}\n", "---|".repeat(header.matches('|').count() - 1));
-    for row in rows {
-        // An empty cell is one space wide.
-        text += &format!("| {} |\n", row.join(" | ")).replace("|  |", "| |").replace("|  |", "| |");
-    }
-    text
-}
-
-/// Says where the numbers of a table come from: dates and commits, and the processors of timings.
-pub(crate) fn source(lines: &[&Line], processors: bool) -> String {
-    let all = |key| lines.iter().map(|line| line.text(key)).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>();
-    let processors = if processors { all("processor").join("; ") + "; " } else { String::new() };
-    let commits = all("commit");
-    let noun = if commits.len() == 1 { "commit" } else { "commits" };
-    format!("\n*{processors}{}, {noun} {}*\n", all("date").join(", "), commits.join(", "))
-}
-
-/// Writes 10000 as "10 000". Four digits stay together.
-pub(crate) fn count(number: f64) -> String {
-    let digits = plain(number);
-    let mut text = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) && digits.len() > 4 {
-            text.push(' ');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-fn plain(number: f64) -> String {
-    format!("{number:.0}")
-}
-
-/// Writes three significant digits.
-pub(crate) fn digits(number: f64) -> String {
-    let decimals = match number {
-        x if x < 1.0 => 3,
-        x if x < 10.0 => 2,
-        x if x < 100.0 => 1,
-        _ => 0,
-    };
-    format!("{number:.decimals$}")
-}
-
-/// Writes at most three significant digits, without zeros at the end.
-pub(crate) fn short(number: f64) -> String {
-    let text = digits(number);
-    if text.contains('.') {
-        text.trim_end_matches('0').trim_end_matches('.').into()
-    } else {
-        text
-    }
-}
-
-/// Writes three significant digits, but none below a hundredth of a millisecond.
-fn milliseconds(number: f64) -> String {
-    if number < 1.0 {
-        format!("{number:.2}")
-    } else {
-        digits(number)
-    }
 }

@@ -1,7 +1,7 @@
 //! Pictures and tables show the measurements in `benches/results`, and nothing else.
 
-use super::results::{parse, read, Results, FILES};
-use super::{outputs, pictures, results, root, runs, tables};
+use super::results::{parse, read, root, Results, FILES};
+use super::{columns, format, outputs, pictures, results, runs, tables};
 
 /// What makes a whole line.
 const LINE: &str = r#"{"figure": "step", "shape": "ptb", "implementation": "mos-head", "command": "c",
@@ -17,8 +17,8 @@ fn assert_same(path: &str, found: &str, expected: &str) {
     let mut pairs = found.lines().zip(expected.lines()).enumerate();
     if let Some((i, (found, expected))) = pairs.find(|(_, (found, expected))| found != expected) {
         panic!(
-            "{path}, line {}: not what `cargo run --release -p lab --bin figures` makes of benches/results:\n  {found}\n  \
-             {expected}",
+            "{path}, line {}: not what `cargo run --release -p lab --bin figures` makes of benches/results:\n  \
+             {found}\n  {expected}",
             i + 1
         );
     }
@@ -94,15 +94,22 @@ fn the_picture_of_equal_time_shows_every_evaluation() {
     }
 }
 
+/// Returns the names of all tables, README.md's first.
+fn names() -> Vec<String> {
+    let columns =
+        columns::tables().expect("descriptions").into_iter().map(|table| table["table"].as_str().map(str::to_owned));
+    tables::TABLES.iter().map(|(name, _)| (*name).to_owned()).chain(columns.map(|name| name.expect("a name"))).collect()
+}
+
 /// The first four tables are README.md's to choose from.
 #[test]
 fn no_table_of_results_is_written_by_hand() {
     let results = Results::load(root()).expect("valid measurements");
     let documents = outputs::documents(root()).expect("texts");
-    for (i, (name, table)) in tables::TABLES.iter().enumerate() {
+    for (i, name) in names().iter().enumerate() {
         let marker = format!("\n<!-- figures: {name} -->\n");
         let places: Vec<_> = documents.iter().flat_map(|(path, text)| text.matches(&marker).map(|_| *path)).collect();
-        let is_measured = table(&results).expect(name) != tables::UNMEASURED;
+        let is_measured = tables::make(name, &results).expect(name) != format::UNMEASURED;
         let least = usize::from(i >= 4 && is_measured);
         assert!((least..=1).contains(&places.len()), "table {name} belongs in one document, found: {places:?}");
     }
@@ -164,19 +171,19 @@ fn seconds(lines: Vec<&results::Line>) -> Vec<Option<f64>> {
 #[test]
 fn a_number_edited_by_hand_is_found() {
     let results = Results::load(root()).expect("valid measurements");
-    for (name, _) in tables::TABLES {
+    for name in names() {
         let empty = format!("before\n<!-- figures: {name} -->\n<!-- /figures -->\nafter\n");
-        let made = tables::rewrite(&empty, &results).expect(name);
-        if made.contains(tables::UNMEASURED) {
+        let made = tables::rewrite(&empty, &results).expect(&name);
+        if made.contains(format::UNMEASURED) {
             continue;
         }
-        assert_eq!(tables::rewrite(&made, &results).expect(name), made, "{name}");
+        assert_eq!(tables::rewrite(&made, &results).expect(&name), made, "{name}");
         let row = made.lines().filter(|line| line.starts_with('|')).nth(2).expect("a row");
         let digit = row.rfind(|c: char| c.is_ascii_digit()).unwrap_or_else(|| panic!("no number in {row}"));
         let other = if &row[digit..=digit] == "7" { "3" } else { "7" };
         let edited = made.replace(row, &format!("{}{other}{}", &row[..digit], &row[digit + 1..]));
         assert_ne!(edited, made);
-        assert_eq!(tables::rewrite(&edited, &results).expect(name), made, "{name}");
+        assert_eq!(tables::rewrite(&edited, &results).expect(&name), made, "{name}");
     }
 }
 

@@ -1,10 +1,9 @@
 //! Translation over words, byte pairs and codes with one softmax and nine (`lab/run_all.sh`): cost, quality, equal
 //! time.
 
-use crate::quality::{over_seeds, perplexity, score_over_seeds};
+use crate::format::*;
 use crate::results::{Line, Result, Results};
 use crate::runs::{by_minutes, within};
-use crate::tables::{count, digits, markdown, need, source, UNMEASURED};
 
 /// The models and target tokens, in the order of the tables.
 const SYSTEMS: [&str; 6] = [

@@ -20,10 +20,9 @@ mod text;
 use candle_core::Device;
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use clap::{Parser, ValueEnum};
-use lab::memory::Peak;
-use lab::report::{self, median, number};
-use lab::values::{above_zero, positive};
-use lab::Result;
+use lab::show::report::{self, median, number};
+use lab::show::values::{above_zero, name, positive};
+use lab::{show::Peak, Result};
 use model::Config;
 use output::{FineTuned, Output};
 use serde_json::{json, Value};
@@ -140,11 +139,11 @@ const MOST_DIFFERENCE: f64 = 1e-4;
 
 /// Returns the line of this program, called with the same flags for one output layer.
 fn in_a_process(output: Output) -> Result<Value> {
-    let name = output.name();
+    let name = name(&output);
     eprintln!("{name}");
     let found = Command::new(std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
-        .args(["--output", name])
+        .args(["--output", &name])
         .args(if std::env::args_os().any(|flag| flag == "--json") { &[][..] } else { &["--json"] })
         .stderr(Stdio::inherit())
         .output()?;
@@ -195,7 +194,7 @@ fn train(args: &Args, output: Output, show: impl Fn(usize, f64)) -> Result<Value
     // The first step also waits for memory.
     let later = &seconds[usize::from(seconds.len() > 1)..];
     Ok(json!({
-        "output": output.name(),
+        "output": name(&output),
         "text": text.name,
         "pieces": text.pieces,
         "parameters": tuned.variables().iter().map(|(_, var)| var.elem_count()).sum::<usize>(),

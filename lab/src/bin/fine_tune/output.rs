@@ -5,8 +5,8 @@ use candle_core::{backprop::GradStore, DType, Device, Tensor, Var};
 use candle_nn::loss::cross_entropy;
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
 use clap::ValueEnum;
-use lab::checkpoint::Checkpoint;
-use lab::{init, Result};
+use lab::layers::{init, Checkpoint};
+use lab::Result;
 use mos_head::parts::{LowRankAdapter, LowRankConfig};
 use mos_head::{LossOptions, OutputLayer, SoftmaxHead};
 use std::collections::HashMap;
@@ -22,18 +22,6 @@ pub(crate) enum Output {
     Frozen,
     /// As `frozen`, with a low-rank adapter of the decoder
     Adapter,
-}
-
-impl Output {
-    /// Returns its name in flags and tables.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Output::Logits => "logits",
-            Output::Head => "head",
-            Output::Frozen => "frozen",
-            Output::Adapter => "adapter",
-        }
-    }
 }
 
 enum Layer {
@@ -52,8 +40,8 @@ pub(crate) struct FineTuned {
 }
 
 impl FineTuned {
-    /// Makes a model with random initial values of this seed. Those of an adapter are without effect. With a GGUF file, a
-    /// decoder that is not trained is its quantised output layer.
+    /// Makes a model with random initial values of this seed. Those of an adapter are without effect. With a GGUF file,
+    /// a decoder that is not trained is its quantised output layer.
     pub(crate) fn new(config: Config, output: Output, rank: usize, seed: u64, gguf: Option<&Path>) -> Result<Self> {
         let Config { vocab, hidden, .. } = config;
         let (trained, frozen) = (VarMap::new(), VarMap::new());
@@ -68,7 +56,7 @@ impl FineTuned {
         let model_embedding = if is_frozen { embedding.detach() } else { embedding.clone() };
         let model = Llama::new(config, model_embedding, builder(&trained).pp("model"))?;
         let head = || match gguf {
-            Some(path) => lab::gguf::softmax_head(path, [vocab, hidden]),
+            Some(path) => lab::layers::gguf::softmax_head(path, [vocab, hidden]),
             None => Ok(SoftmaxHead::from_tensors(embedding.clone(), None)?),
         };
         let output = match output {

@@ -62,7 +62,7 @@ fn hidden_states_depend_on_no_later_token_and_on_the_order_of_earlier_ones() {
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
     let embedding = vb.get((50, 24), "embedding").unwrap();
     let model = Llama::new(CONFIG, embedding, vb).unwrap();
-    lab::init::uniform(&varmap, 3, |_| 0.5).unwrap();
+    lab::layers::init::uniform(&varmap, 3, |_| 0.5).unwrap();
     let hidden = |tokens: [u32; 5]| {
         model.forward(&Tensor::new(&[tokens], &Device::Cpu).unwrap()).unwrap().to_vec3::<f32>().unwrap()[0].clone()
     };
@@ -175,7 +175,7 @@ fn hidden_states_are_those_of_candle_transformers() {
     let tuned = FineTuned::new(CONFIG, Output::Logits, 4, 7, None).unwrap();
     for (name, var) in tuned.variables() {
         // The norms are not all one.
-        lab::init::uniform_by_name(&var, 5, &name, 0.5).unwrap();
+        lab::layers::init::uniform_by_name(&var, 5, &name, 0.5).unwrap();
     }
     let vb = VarBuilder::from_varmap(&tuned.trained, DType::F32, &Device::Cpu);
     let theirs = llama::Llama::load(vb, &config).unwrap();

@@ -1,8 +1,9 @@
 //! Texts as token ids, in windows.
 
 use candle_core::{Device, Tensor};
-use lab::language::{Teacher, NAME};
-use lab::{bpe, Result};
+use lab::data::language::{Teacher, NAME};
+use lab::data::{bpe, read};
+use lab::Result;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::path::Path;
 use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
@@ -34,7 +35,7 @@ impl Text {
 
     /// Returns a file as token ids of a tokenizer, or else of a byte-pair encoding that is learned from its words.
     pub(crate) fn from_file(path: &Path, tokenizer: Option<&Path>, vocab: usize) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+        let text = read(path)?;
         let name = path.display().to_string();
         let (tokenizer, is_learned) = match tokenizer {
             Some(path) => {

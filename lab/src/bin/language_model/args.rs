@@ -1,21 +1,13 @@
 //! The flags, with one set of defaults for the built-in language and one for real text.
 
-use crate::cache::CacheSettings;
-use crate::dynamic::DynamicSettings;
-use crate::evaluate::Evaluation;
-use crate::presets::Preset;
-use crate::spell::{self, SpellFlags};
+use crate::spelling::{self, SpellFlags};
+use crate::{cache::CacheSettings, dynamic::DynamicSettings, evaluate::Evaluation, presets::Preset};
 use clap::Parser;
-use lab::awd::Awd;
-use lab::flags::TrainingFlags;
-use lab::generate::SamplingFlags;
-use lab::head::HeadKind;
-use lab::optimizer::OptimizerKind;
-use lab::output::{Output, OutputKind};
-use lab::ranks::Ranks;
-use lab::recipe::{describe, Recipe, RecipeFlags};
-use lab::table::TableFlags;
-use lab::values::{above_zero, below_one, not_negative, positive};
+use lab::layers::{HeadKind, Output, OutputKind};
+use lab::show::values::{above_zero, below_one, not_negative, positive};
+use lab::training::{
+    describe, Awd, OptimizerKind, Ranks, Recipe, RecipeFlags, SamplingFlags, TableFlags, TrainingFlags,
+};
 use lab::Result;
 #[cfg(feature = "mpi")]
 use mos_head::distributed::Mpi;
@@ -51,7 +43,7 @@ const TEXT: Recipe = Recipe {
 
 /// Trains an LSTM language model with a softmax, a mixture of contexts and a mixture of softmaxes at equal size.
 #[derive(Debug, Parser)]
-#[command(after_help = describe(&[("Built-in language", BUILT_IN), ("--data", TEXT), ("--spell", spell::RECIPE)]))]
+#[command(after_help = describe(&[("Built-in language", BUILT_IN), ("--data", TEXT), ("--spell", spelling::RECIPE)]))]
 pub(crate) struct Args {
     /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens), or in place of each with a folder
     /// of that name, of many files; without it, a built-in language
@@ -216,8 +208,8 @@ impl Args {
     /// Fails if flags contradict each other.
     pub(crate) fn recipe(&self) -> Result<Recipe> {
         let mut defaults = match (self.preset, &self.data) {
-            _ if self.spelling.word().is_some() => spell::RECIPE,
-            (Some(preset), _) => preset.recipe(),
+            _ if self.spelling.word().is_some() => spelling::RECIPE,
+            (Some(preset), _) => preset.recipe()?,
             (None, Some(_)) => TEXT,
             (None, None) => BUILT_IN,
         };

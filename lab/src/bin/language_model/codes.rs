@@ -2,13 +2,10 @@
 
 use crate::args::Args;
 use candle_core::Device;
-use lab::checkpoint::Checkpoint;
-use lab::codes::{load_table, Coding};
-use lab::flags::TrainingFlags;
-use lab::output::{Entries, Output, OutputKind};
-use lab::table::WORDS_PER_CODE;
-use lab::text::Corpus;
-use lab::{recipe::Recipe, Result};
+use lab::data::{load_table, Coding, Corpus};
+use lab::layers::{Checkpoint, Entries, Output, OutputKind};
+use lab::training::{Recipe, TrainingFlags, WORDS_PER_CODE};
+use lab::Result;
 use mos_codes::{CodeTable, TableConfig};
 
 /// Returns the table of the first checkpoint that training continues from. Others must have the same: their texts are
@@ -50,8 +47,7 @@ pub(crate) fn coding(args: &Args, corpus: &Corpus, recipe: &Recipe, device: &Dev
 mod tests {
     use super::*;
     use clap::Parser;
-    use lab::codes::insert_table;
-    use lab::language::Teacher;
+    use lab::data::{insert_table, language::Teacher};
 
     fn coded(corpus: &Corpus, flags: &str) -> Result<Option<Coding>> {
         let args =

@@ -10,12 +10,9 @@
 //! eta and epsilon, divided by sqrt(n), are those here.
 
 use candle_core::{DType, Tensor, Var};
-use lab::init::sorted;
-use lab::inplace::{self, Adapt};
-use lab::language_model::LanguageModel;
-use lab::model::{Model, Pass};
-use lab::recipe::Recipe;
-use lab::{progress, Result};
+use lab::layers::inplace::{self, Adapt};
+use lab::training::{LanguageModel, Model, Pass, Recipe};
+use lab::{layers::init::sorted, show::progress, Result};
 use mos_head::{DropoutMasks, Loss, LossOptions};
 
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -6,13 +6,10 @@ use crate::dynamic::{gradient_rms, Adaptation, DynamicSettings};
 use crate::released;
 use candle_core::{Device, Tensor};
 use clap::ValueEnum;
-use lab::checkpoint::Checkpoint;
-use lab::language_model::LanguageModel;
-use lab::model::Model;
-use lab::output::OutputKind;
-use lab::report::{self, number};
-use lab::text::Corpus;
-use lab::{progress, Result};
+use lab::layers::{Checkpoint, OutputKind};
+use lab::show::report::{self, number};
+use lab::training::{LanguageModel, Model};
+use lab::{data::Corpus, show::progress, Result};
 use mos_head::{DropoutMasks, LossOptions, Reduction};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -169,16 +166,13 @@ pub(crate) fn perplexity(nlls: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lab::awd::Awd;
-    use lab::head::HeadKind;
-    use lab::init::sorted;
-    use lab::recipe::Recipe;
-    use lab::sizes::{InitialValues, Sizes};
+    use lab::layers::{init::sorted, HeadKind};
+    use lab::training::{Awd, InitialValues, Recipe};
 
     fn model(kind: HeadKind) -> LanguageModel {
         let awd = Awd { tied: Some(true), weight_dropout: Some(0.5), ..Awd::NONE };
         let recipe = Recipe { hidden: 6, components: 2, context: Some(6), dropout: 0.3, awd, ..Recipe::BASE };
-        LanguageModel::new(kind, Sizes::new(kind, &recipe, 23), InitialValues::Even, &recipe, &Device::Cpu).unwrap()
+        LanguageModel::new(kind, 23, InitialValues::Even, &recipe, &Device::Cpu).unwrap()
     }
 
     fn text() -> Vec<u32> {

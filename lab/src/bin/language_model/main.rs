@@ -40,16 +40,13 @@ mod presets;
 mod released;
 mod report;
 mod spell;
+mod spelling;
 
 use args::Args;
-use lab::codes::Coding;
-use lab::generate::generate;
-use lab::language::Teacher;
-use lab::output::{Entries, OutputKind};
-use lab::ranks::Ranks;
-use lab::sizes::{InitialValues, Sizes};
-use lab::text::Corpus;
-use lab::{heads, language_model::LanguageModel, plot::Axes, recipe::Recipe, session::Session, Result};
+use lab::data::{language::Teacher, Coding, Corpus};
+use lab::layers::{Entries, OutputKind};
+use lab::training::{generate, heads, InitialValues, LanguageModel, Ranks, Recipe, Session, Sizes};
+use lab::{show::plot::Axes, Result};
 use mos_codes::CodeTable;
 use std::process::ExitCode;
 
@@ -67,7 +64,7 @@ fn run(args: &Args) -> Result<()> {
 fn train(args: &Args, ranks: &Ranks) -> Result<()> {
     let mut flags = args.training();
     flags.ranks = ranks.clone();
-    let recipe = ranks.divide(&args.recipe()?)?;
+    let recipe = args.recipe()?.divided(ranks)?;
     let device = flags.device.open()?;
     let corpus = match &args.data {
         Some(folder) => Corpus::from_folder(folder, args.words)?,
@@ -101,7 +98,7 @@ fn train(args: &Args, ranks: &Ranks) -> Result<()> {
     let entries = Entries::count(vocabulary, &data.train);
 
     let start = args.finetune.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
-    let build = |kind, recipe: &Recipe| {
+    let build = |kind, recipe: &Recipe, _: Option<&_>| {
         let sizes = Sizes::new(kind, recipe, vocabulary.len());
         let model = LanguageModel::with_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
         let model = model.with_table(coding.as_ref().and_then(Coding::table));
@@ -114,11 +111,7 @@ fn train(args: &Args, ranks: &Ranks) -> Result<()> {
         }
         Ok(Session::new(kind, model, data.clone(), recipe)?.with_ranks(ranks))
     };
-    if let Some(trials) = flags.search {
-        return heads::search(&flags, trials, &recipe, build);
-    }
-    let build = |kind, _: Option<&_>| build(kind, &recipe);
-    let Some(rows) = heads::train(&flags, &device, build, |session| {
+    let Some(rows) = heads::run(&flags, &recipe, &device, build, |session| {
         if args.generate > 0 && ranks.is_first() {
             let mut sampler = args.sampling.sampler(flags.seed)?;
             let book = coding.as_ref().and_then(Coding::table).map(CodeTable::codebook);

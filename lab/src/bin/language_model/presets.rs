@@ -1,11 +1,9 @@
 //! The recipes of the papers, and one for a small machine.
 
-use crate::cache::CacheSettings;
-use crate::dynamic::DynamicSettings;
-use clap::ValueEnum;
-use lab::awd::Awd;
-use lab::optimizer::OptimizerKind;
-use lab::recipe::Recipe;
+use crate::{cache::CacheSettings, dynamic::DynamicSettings};
+use clap::{Parser, ValueEnum};
+use lab::training::{Awd, Recipe, RecipeFlags};
+use lab::Result;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Preset {
@@ -31,130 +29,71 @@ pub(crate) enum Preset {
     Small,
 }
 
-/// The recipe from which the presets start.
-const AWD: Recipe = Recipe {
-    epochs: 1000,
-    components: 15,
-    layers: 3,
-    batch: 12,
-    bptt: 70,
-    lr: 20.0,
-    decay: 1.0,
-    optimizer: OptimizerKind::Sgd,
-    clip: 0.25,
-    awd: Awd {
-        tied: Some(true),
-        weight_dropout: Some(0.5),
-        embedding_dropout: Some(0.1),
-        output_dropout: Some(0.4),
-        ar: Some(2.0),
-        tar: Some(1.0),
-        weight_decay: Some(1.2e-6),
-        random_bptt: Some(40),
-        nonmono: Some(5),
-        ..Awd::NONE
-    },
-    ..Recipe::BASE
-};
-
-const PTB_MOS: Recipe = Recipe {
-    hidden: 620,
-    embedding: Some(280),
-    context: Some(280),
-    awd: Awd {
-        inner: Some(960),
-        input_dropout: Some(0.4),
-        hidden_dropout: Some(0.225),
-        context_dropout: Some(0.29),
-        ..AWD.awd
-    },
-    ..AWD
-};
-
-const WT2_MOS: Recipe = Recipe {
-    hidden: 650,
-    embedding: Some(300),
-    context: Some(300),
-    batch: 15,
-    lr: 15.0,
-    awd: Awd {
-        inner: Some(1150),
-        input_dropout: Some(0.55),
-        hidden_dropout: Some(0.2),
-        context_dropout: Some(0.29),
-        random_bptt: Some(20),
-        small_batch: Some(5),
-        ..AWD.awd
-    },
-    ..AWD
-};
-
+/// The flags of the released code for Penn Treebank and WikiText-2, but for the regularisers.
+const RELEASED: &str =
+    "--epochs 1000 --components 15 --layers 3 --batch 12 --bptt 70 --lr 20 --decay 1 --optimizer sgd --clip 0.25";
+/// The regularisers of AWD-LSTM.
+const AWD: &str =
+    "--tied --weight-dropout 0.5 --embedding-dropout 0.1 --output-dropout 0.4 --ar 2 --tar 1 --weight-decay 1.2e-6 \
+     --random-bptt 40";
+const AVERAGED: &str = "--nonmono 5";
+const PTB_MIXTURE: &str =
+    "--hidden 620 --embedding 280 --context 280 --inner 960 --input-dropout 0.4 --hidden-dropout 0.225 \
+     --context-dropout 0.29";
+const PTB_SOFTMAX: &str = "--hidden 400 --batch 20 --lr 30 --inner 1150 --input-dropout 0.4 --hidden-dropout 0.25";
+const WT2_MIXTURE: &str =
+    "--hidden 650 --embedding 300 --context 300 --batch 15 --lr 15 --inner 1150 --input-dropout 0.55 \
+     --hidden-dropout 0.2 --context-dropout 0.29 --random-bptt 20 --small-batch 5";
+const WT2_SOFTMAX: &str = "--hidden 400 --batch 80 --lr 30 --inner 1150 --input-dropout 0.65 --hidden-dropout 0.2";
 /// This recipe has no regularisers (appendix B.2). The paper gives neither the number of epochs nor a schedule.
-const BILLION: Recipe = Recipe {
-    epochs: 5,
-    components: 7,
-    hidden: 1024,
-    layers: 2,
-    batch: 60,
-    bptt: 35,
-    lr: 20.0,
-    decay: 0.7,
-    awd: Awd { tied: Some(true), ..Awd::NONE },
-    ..AWD
-};
+const BILLION: &str = "--tied --epochs 5 --components 7 --hidden 1024 --layers 2 --batch 60 --bptt 35 --decay 0.7";
+/// The learning rate falls in the place of an average.
+const SMALL: &str =
+    "--epochs 6 --components 5 --hidden 300 --inner 400 --layers 2 --batch 20 --bptt 35 --decay 0.7 --dropout 0.1 \
+     --weight-dropout 0.1 --embedding-dropout 0.05 --output-dropout 0.2 --random-bptt 10";
+
+/// The flags of a preset; a later one changes an earlier one.
+#[derive(Parser)]
+#[command(no_binary_name = true, args_override_self = true)]
+struct Flags {
+    #[command(flatten)]
+    recipe: RecipeFlags,
+    #[command(flatten)]
+    awd: Awd,
+    #[arg(long)]
+    bptt: usize,
+}
 
 impl Preset {
-    pub(crate) fn recipe(self) -> Recipe {
+    /// Returns the head that the preset is for, its learning rate of finetuning, and its flags.
+    fn parts(self) -> (&'static str, f64, Vec<&'static str>) {
         match self {
-            Preset::PtbMos | Preset::PtbMoc => PTB_MOS,
-            Preset::PtbSoftmax => Recipe {
-                hidden: 400,
-                batch: 20,
-                lr: 30.0,
-                awd: Awd { inner: Some(1150), input_dropout: Some(0.4), hidden_dropout: Some(0.25), ..AWD.awd },
-                ..AWD
-            },
-            Preset::Wt2Mos | Preset::Wt2Moc => WT2_MOS,
-            Preset::Wt2Softmax => Recipe {
-                hidden: 400,
-                batch: 80,
-                lr: 30.0,
-                awd: Awd { inner: Some(1150), input_dropout: Some(0.65), hidden_dropout: Some(0.2), ..AWD.awd },
-                ..AWD
-            },
-            Preset::BillionMos => Recipe { embedding: Some(900), context: Some(900), ..BILLION },
-            Preset::BillionSoftmax => BILLION,
-            Preset::Small => Recipe {
-                epochs: 6,
-                components: 5,
-                hidden: 300,
-                layers: 2,
-                batch: 20,
-                bptt: 35,
-                decay: 0.7,
-                dropout: 0.1,
-                awd: Awd {
-                    inner: Some(400),
-                    weight_dropout: Some(0.1),
-                    embedding_dropout: Some(0.05),
-                    output_dropout: Some(0.2),
-                    random_bptt: Some(10),
-                    // The learning rate falls instead.
-                    nonmono: None,
-                    ..AWD.awd
-                },
-                ..AWD
-            },
+            Preset::PtbMos => ("mos", 25.0, vec![RELEASED, AWD, AVERAGED, PTB_MIXTURE]),
+            Preset::PtbMoc => ("moc", 25.0, vec![RELEASED, AWD, AVERAGED, PTB_MIXTURE]),
+            Preset::PtbSoftmax => ("softmax", 30.0, vec![RELEASED, AWD, AVERAGED, PTB_SOFTMAX]),
+            Preset::Wt2Mos => ("mos", 20.0, vec![RELEASED, AWD, AVERAGED, WT2_MIXTURE]),
+            Preset::Wt2Moc => ("moc", 20.0, vec![RELEASED, AWD, AVERAGED, WT2_MIXTURE]),
+            Preset::Wt2Softmax => ("softmax", 30.0, vec![RELEASED, AWD, AVERAGED, WT2_SOFTMAX]),
+            Preset::BillionMos => ("mos", 20.0, vec![RELEASED, BILLION, "--embedding 900 --context 900"]),
+            Preset::BillionSoftmax => ("softmax", 20.0, vec![RELEASED, BILLION]),
+            Preset::Small => ("all", 20.0, vec![RELEASED, AWD, SMALL]),
         }
+    }
+
+    pub(crate) fn recipe(self) -> Result<Recipe> {
+        let (_, _, flags) = self.parts();
+        let Flags { recipe, awd, bptt } = Flags::try_parse_from(flags.iter().flat_map(|text| text.split(' ')))?;
+        Ok(recipe.over(Recipe { bptt, awd, ..Recipe::BASE }, Recipe::BASE.seed))
     }
 
     /// Returns the learning rate of finetuning.
     pub(crate) fn finetuning_lr(self) -> f64 {
-        match self {
-            Preset::PtbMos | Preset::PtbMoc => 25.0,
-            Preset::PtbSoftmax | Preset::Wt2Softmax => 30.0,
-            _ => 20.0,
-        }
+        self.parts().1
+    }
+
+    /// Returns the head that the preset is for.
+    pub(crate) fn head(self) -> &'static str {
+        self.parts().0
     }
 
     /// Returns the settings of dynamic evaluation, from those of the released code (see [`DynamicSettings`]), and of
@@ -173,28 +112,17 @@ impl Preset {
             _ => (released(0.075, 0.001, 1859.0), CacheSettings { window: 500, theta: 1.0, lambda: 0.1 }),
         }
     }
-
-    /// Returns the head that the preset is for.
-    pub(crate) fn head(self) -> &'static str {
-        match self {
-            Preset::PtbMos | Preset::Wt2Mos | Preset::BillionMos => "mos",
-            Preset::PtbMoc | Preset::Wt2Moc => "moc",
-            Preset::PtbSoftmax | Preset::Wt2Softmax | Preset::BillionSoftmax => "softmax",
-            Preset::Small => "all",
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lab::head::HeadKind;
-    use lab::sizes::Sizes;
+    use lab::{layers::HeadKind, training::Sizes};
 
     #[test]
     fn the_numbers_of_parameters_are_those_of_the_papers() {
         let parameters = |preset: Preset, kind, components, vocab| {
-            let recipe = Recipe { components, ..preset.recipe() };
+            let recipe = Recipe { components, ..preset.recipe().expect("valid flags") };
             Sizes::new(kind, &recipe, vocab).parameters(kind)
         };
         assert_eq!(parameters(Preset::PtbMos, HeadKind::Mos, 15, 10_000), 21_500_620);
@@ -211,7 +139,7 @@ mod tests {
 
     #[test]
     fn the_heads_of_the_small_preset_have_equal_numbers_of_parameters() {
-        let recipe = Preset::Small.recipe();
+        let recipe = Preset::Small.recipe().expect("valid flags");
         let parameters = |kind| Sizes::new(kind, &recipe, 10_000).parameters(kind) as f64;
         let softmax = parameters(HeadKind::Softmax);
         assert!((4.5e6..5.5e6).contains(&softmax), "{softmax}");

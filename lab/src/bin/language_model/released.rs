@@ -2,7 +2,8 @@
 //! its own names, as `scripts/resave-released.py` writes them.
 
 use candle_core::Tensor;
-use lab::{checkpoint::Checkpoint, head::HeadKind, Result};
+use lab::layers::{Checkpoint, HeadKind};
+use lab::Result;
 use std::collections::HashMap;
 
 /// A tensor's name here, and there.
@@ -138,10 +139,8 @@ mod tests {
     use super::*;
     use crate::evaluate::{nlls, readable, run, Evaluation, Method};
     use candle_core::{DType, Device};
-    use lab::init::sorted;
-    use lab::language_model::LanguageModel;
-    use lab::model::Model;
-    use lab::text::Corpus;
+    use lab::training::{LanguageModel, Model};
+    use lab::{data::Corpus, layers::init::sorted};
     use serde_json::Value;
     use std::path::{Path, PathBuf};
 

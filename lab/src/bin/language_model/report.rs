@@ -1,8 +1,8 @@
 //! The final output: the table, a summary of one sentence, and the JSON line.
 
-use lab::head::HeadKind;
-use lab::heads::{slowdown, Outcome};
-use lab::report::{self, number};
+use lab::layers::HeadKind;
+use lab::show::report::{self, number};
+use lab::training::heads::{slowdown, Outcome};
 use serde_json::{json, Value};
 
 /// The outcome of a head, with the NLL on the test text if there is one.

@@ -1,12 +1,11 @@
 //! The LSTM of `language_model`: texts of a batch advance together.
 
-use super::Backbone;
+use crate::backbone::Backbone;
 use candle_core::{Device, Tensor};
 use candle_nn::rnn::LSTMState;
-use lab::checkpoint::Checkpoint;
-use lab::language_model::LanguageModel;
-use lab::model::Model;
-use lab::{head::HeadKind, recipe::Recipe, sizes::InitialValues, sizes::Sizes, Result};
+use lab::layers::{Checkpoint, HeadKind};
+use lab::training::{InitialValues, LanguageModel, Model, Recipe};
+use lab::Result;
 use mos_head::OutputLayer;
 use std::path::Path;
 
@@ -16,14 +15,8 @@ impl Lstm {
     /// Returns the model of a checkpoint, or a mixture of softmaxes over 10,000 ids with random weights.
     pub(crate) fn new(checkpoint: Option<&Path>) -> Result<Self> {
         let Some(checkpoint) = checkpoint else {
-            let sizes = Sizes::new(HeadKind::Mos, &Recipe::BASE, 10_000);
-            return Ok(Lstm(LanguageModel::new(
-                HeadKind::Mos,
-                sizes,
-                InitialValues::Even,
-                &Recipe::BASE,
-                &Device::Cpu,
-            )?));
+            let values = InitialValues::Even;
+            return Ok(Lstm(LanguageModel::new(HeadKind::Mos, 10_000, values, &Recipe::BASE, &Device::Cpu)?));
         };
         let checkpoint = Checkpoint::load(checkpoint, &Device::Cpu)?;
         let embedding = checkpoint.tensors.get("embedding.weight").ok_or("the checkpoint has no embedding")?;

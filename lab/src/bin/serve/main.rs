@@ -6,20 +6,20 @@
 //!
 //! The LSTM (`--checkpoint` of `language_model --save`) computes the hidden states of a batch together; qwen2 of
 //! candle-transformers (`--checkpoint` names a folder with `config.json` and `model.safetensors`) those of each text
-//! alone. The last request has a grammar, whose mask changes at each step. Without a checkpoint the weights are random. `--gguf` names a file whose output layer serves the qwen2. A step of
-//! the whole batch reads the decoder once.
+//! alone. The last request has a grammar, whose mask changes at each step. Without a checkpoint the weights are random.
+//! `--gguf` names a file whose output layer serves the qwen2. A step of the whole batch reads the decoder once.
 
+mod backbone;
 mod grammar;
 mod lstm;
 #[cfg(feature = "candle-transformers")]
 mod qwen2;
 mod request;
 
-use candle_core::Tensor;
+use backbone::Backbone;
 use clap::{Parser, ValueEnum};
 use lab::Result;
 use mos_head::decode::NextToken;
-use mos_head::OutputLayer;
 use request::Request;
 use serde_json::json;
 use std::collections::VecDeque;
@@ -55,18 +55,6 @@ struct Args {
     /// The most texts at once
     #[arg(long, default_value_t = 3)]
     batch: usize,
-}
-
-/// A model without its output layer, which keeps a state for each text.
-trait Backbone {
-    type State;
-
-    fn head(&self) -> &dyn OutputLayer;
-
-    fn start(&self) -> Result<Self::State>;
-
-    /// Returns the hidden states `[texts, hidden]` after new token ids of each text.
-    fn read(&self, texts: &mut [(&mut Self::State, &[u32])]) -> Result<Tensor>;
 }
 
 /// A text in the batch.

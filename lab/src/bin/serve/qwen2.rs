@@ -1,6 +1,6 @@
 //! Qwen2 of candle-transformers: its model without the output layer, and this crate's softmax.
 
-use super::Backbone;
+use crate::backbone::Backbone;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder, VarMap};
 use candle_transformers::models::qwen2::{Config, Model};
@@ -31,7 +31,7 @@ impl Qwen2 {
         let name = if config.tie_word_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
         let model = Model::new(&config, vb.clone())?;
         let head = match gguf {
-            Some(file) => lab::gguf::softmax_head(file, [vocab_size, hidden_size])?,
+            Some(file) => lab::layers::gguf::softmax_head(file, [vocab_size, hidden_size])?,
             None => SoftmaxHead::from_tensors(vb.get((vocab_size, hidden_size), name)?, None)?,
         };
         Ok(Qwen2 { model, head })

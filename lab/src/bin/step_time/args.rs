@@ -1,11 +1,11 @@
 //! The flags, with the sizes of published models.
 
 use crate::scores::{DivergenceKind, Score};
+use crate::steps::{Sizes, Train};
 use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
-use lab::device::DeviceKind;
-use lab::values::positive;
+use lab::show::{values::positive, DeviceKind};
 
 #[derive(Parser)]
 #[command(about = "Times one training step of the output layer")]
@@ -99,18 +99,6 @@ pub(crate) enum Shape {
     Small,
 }
 
-/// The sizes of a training step.
-#[derive(Clone, Copy)]
-pub(crate) struct Sizes {
-    pub(crate) positions: usize,
-    pub(crate) components: usize,
-    /// The size of a context.
-    pub(crate) context: usize,
-    pub(crate) vocab: usize,
-    /// The size of a hidden state.
-    pub(crate) hidden: usize,
-}
-
 impl Shape {
     /// Returns the sizes of the published model.
     fn sizes(self) -> Sizes {
@@ -144,18 +132,6 @@ impl Args {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Train {
-    /// Hidden states and all parameters
-    All,
-    /// Hidden states and the projection, under a frozen decoder
-    Hidden,
-    /// The decoder, over frozen hidden states
-    Decoder,
-    /// Hidden states, the projection and a low-rank adapter of a frozen decoder
-    Adapter,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
     /// Rows of the decoder computed from spellings
     CharCnn,
@@ -177,11 +153,6 @@ pub(crate) enum Implementation {
 
 fn dtype() -> impl TypedValueParser<Value = DType> {
     PossibleValuesParser::new(["f32", "f64", "f16", "bf16"]).try_map(|name| name.parse())
-}
-
-/// Returns the name of a value on the command line.
-pub(crate) fn name(value: &impl ValueEnum) -> Option<String> {
-    value.to_possible_value().map(|value| value.get_name().to_owned())
 }
 
 #[cfg(test)]

@@ -18,18 +18,17 @@ mod steps;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use args::{name, Args, Implementation, Sizes, Train};
+use args::{Args, Implementation};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use kept::Kept;
-use lab::memory::{keep_pool, Peak};
-use lab::report::median;
+use lab::show::{keep_pool, report::median, values::name, Peak};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{Distributions, LossOptions, Mixture, Precision};
 use output::System;
 use scores::{Score, Timed};
-use serde_json::json;
-use steps::{composed_step, constant_mixture, detached_mixture, fused_step, Leaves};
+use serde_json::{json, Value};
+use steps::{composed_step, constant_mixture, detached_mixture, fused_step, Leaves, Sizes, Train};
 
 fn main() -> ExitCode {
     lab::exit_code(run(&Args::parse()))
@@ -81,13 +80,12 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         kept.run()?;
         let peak = memory.extra_mib();
         let [(times, value), (full, _)] = in_turn(args, &device, args.reps, [&mut || kept.run(), &mut || kept.full()])?;
-        let line = json!({
-            "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "kept": n, "shape": name(&args.shape),
-            "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
-            "dtype": args.dtype.as_str(), "seconds": median(&times), "loss_seconds": median(&full),
-            "over_loss": median(&times) / median(&full), "peak_extra_mib": peak, "value": value,
+        let (seconds, loss) = (median(&times), median(&full));
+        let measured = json!({
+            "kept": n, "seconds": seconds, "loss_seconds": loss, "over_loss": seconds / loss,
+            "peak_extra_mib": peak, "value": value,
         });
-        println!("{line}");
+        println!("{}", line(args, sizes, measured));
         return Ok(());
     }
 
@@ -120,13 +118,12 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let [(scores, value), (loss, _), (bare, _)] =
             in_turn(args, &device, args.reps, [&mut run, &mut loss, &mut bare])?;
         let (scores, loss, bare) = (median(&scores), median(&loss), median(&bare));
-        let line = json!({
-            "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "score": name(&score), "divergence": name(&args.divergence), "shape": name(&args.shape),
-            "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
-            "dtype": args.dtype.as_str(), "seconds": scores, "loss_seconds": loss, "products_seconds": bare,
-            "over_loss": scores / loss, "over_products": scores / bare, "peak_extra_mib": peak, "value": value,
+        let measured = json!({
+            "score": name(&score), "divergence": name(&args.divergence), "seconds": scores, "loss_seconds": loss,
+            "products_seconds": bare, "over_loss": scores / loss, "over_products": scores / bare,
+            "peak_extra_mib": peak, "value": value,
         });
-        println!("{line}");
+        println!("{}", line(args, sizes, measured));
         return Ok(());
     }
 
@@ -158,17 +155,15 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     };
     let peak = memory.extra_mib();
 
-    let mut line = json!({
-        "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")),
+    let measured = json!({
         "impl": name(&args.implementation),
-        "shape": name(&args.shape),
-        "tokens": positions, "mixtures": components, "context": context, "vocab": vocab,
         "device": format!("{:?}", device.location()).to_lowercase(),
-        "dtype": args.dtype.as_str(),
-        "output": args.output.as_ref().and_then(name), "sampled": args.sampled, "backward": !args.forward_only, "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
+        "output": args.output.as_ref().map(name), "sampled": args.sampled, "backward": !args.forward_only,
+        "bf16_products": args.bf16_products, "threads": candle_core::utils::get_num_threads(),
         "seconds": median(&times), "min": times[0], "max": times[times.len() - 1],
         "peak_extra_mib": peak, "loss": loss,
     });
+    let mut line = line(args, sizes, measured);
     line["pipelined_seconds"] = json!(pipelined_step);
     if let Some((whole, ratio)) = whole_step {
         line["train"] = json!(name(&args.train));
@@ -208,6 +203,19 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     }
     println!("{line}");
     Ok(())
+}
+
+/// Returns the line of this library and these sizes, with what was measured.
+fn line(args: &Args, sizes: Sizes, measured: Value) -> Value {
+    let Sizes { positions, components, context, vocab, .. } = sizes;
+    let mut line = json!({
+        "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "shape": name(&args.shape), "tokens": positions,
+        "mixtures": components, "context": context, "vocab": vocab, "dtype": args.dtype.as_str(),
+    });
+    if let (Value::Object(line), Value::Object(measured)) = (&mut line, measured) {
+        line.extend(measured);
+    }
+    line
 }
 
 /// The matrix products alone.

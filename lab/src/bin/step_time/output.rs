@@ -1,6 +1,6 @@
 //! The cheaper vocabularies, as heads whose variables candle initialises.
 
-use crate::args::{Output, Sizes};
+use crate::{args::Output, steps::Sizes};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use mos_head::parts::{CharCnn, CharCnnConfig};

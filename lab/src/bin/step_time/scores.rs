@@ -1,7 +1,7 @@
 //! The time of log-probabilities, entropies and distillation, in turn with the loss and with the bare products that
 //! each needs.
 
-use super::steps::Leaves;
+use crate::steps::Leaves;
 use candle_core::{DType, Result, Tensor, D};
 use clap::ValueEnum;
 use mos_head::decode::{Sampler, Sampling};

@@ -1,12 +1,36 @@
 //! The steps that are timed, on the same leaves: by this crate, and by ordinary candle operations.
 
-use crate::args::{Sizes, Train};
 use crate::composed::log_probs;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use clap::ValueEnum;
 use mos_head::parts::{LowRankAdapter, Projection};
 use mos_head::{
     ContextActivation, Head, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead,
 };
+
+/// The sizes of a training step.
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    pub(crate) positions: usize,
+    pub(crate) components: usize,
+    /// The size of a context.
+    pub(crate) context: usize,
+    pub(crate) vocab: usize,
+    /// The size of a hidden state.
+    pub(crate) hidden: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Train {
+    /// Hidden states and all parameters
+    All,
+    /// Hidden states and the projection, under a frozen decoder
+    Hidden,
+    /// The decoder, over frozen hidden states
+    Decoder,
+    /// Hidden states, the projection and a low-rank adapter of a frozen decoder
+    Adapter,
+}
 
 /// The leaves of the computation.
 pub(crate) struct Leaves {

@@ -1,14 +1,10 @@
 //! The flags, with one set of defaults for the built-in task and one for real text.
 
-use crate::setting::Architecture;
-use crate::task::{Task, VocabularyKind};
-use crate::transformer::Shape;
+use crate::kinds::{Architecture, Task, TransformerShape, VocabularyKind};
+use crate::search::Beam;
 use clap::{Parser, ValueEnum};
-use lab::awd::Awd;
-use lab::flags::TrainingFlags;
-use lab::recipe::{describe, Recipe, RecipeFlags};
-use lab::table::TableFlags;
-use lab::values::{below_one, not_negative, positive, share};
+use lab::show::values::{below_one, not_negative, positive, share};
+use lab::training::{describe, Awd, Recipe, RecipeFlags, TableFlags, TrainingFlags};
 use lab::Result;
 use mos_head::ContextActivation;
 use std::path::PathBuf;
@@ -149,7 +145,7 @@ impl Args {
                     let expected = format!("expected a multiple of --attention-heads {heads}");
                     return Err(format!("--hidden is {hidden}, {expected}").into());
                 }
-                Ok(Architecture::Transformer(Shape { heads, inner: self.inner.unwrap_or(4 * hidden) }))
+                Ok(Architecture::Transformer(TransformerShape { heads, inner: self.inner.unwrap_or(4 * hidden) }))
             }
             ArchitectureName::Lstm if self.attention_heads.is_some() || self.inner.is_some() => {
                 Err("--attention-heads and --inner need --architecture transformer".into())
@@ -158,8 +154,30 @@ impl Args {
         }
     }
 
+    pub(crate) fn task(&self) -> Task {
+        match (&self.data, &self.dialogue) {
+            (Some(_), _) => Task::Translation,
+            (None, Some(_)) => Task::Dialogue,
+            (None, None) => Task::Toy,
+        }
+    }
+
+    pub(crate) fn beam(&self, task: Task, n_best: usize) -> Beam {
+        let (width, max_length, diversity) = match task {
+            Task::Toy | Task::Translation => (5, 60, 0.0),
+            Task::Dialogue => (10, 30, 0.5), // width: Yang et al. (2018), section 3.3
+        };
+        Beam {
+            width: self.beam.unwrap_or(width).max(n_best),
+            n_best,
+            max_length: self.max_length.unwrap_or(max_length),
+            length_penalty: self.length_penalty,
+            diversity: self.diversity.unwrap_or(diversity),
+        }
+    }
+
     pub(crate) fn recipe(&self) -> Recipe {
-        let defaults = match (Task::new(self), self.architecture) {
+        let defaults = match (self.task(), self.architecture) {
             (Task::Toy, ArchitectureName::Lstm) => TOY,
             (Task::Translation, ArchitectureName::Lstm) => TRANSLATION,
             (Task::Dialogue, ArchitectureName::Lstm) => DIALOGUE,
@@ -184,7 +202,7 @@ mod tests {
     #[test]
     fn the_shape_of_a_transformer_has_defaults_and_limits() {
         assert_eq!(architecture(""), Ok(Architecture::Lstm));
-        let transformer = |heads, inner| Ok(Architecture::Transformer(Shape { heads, inner }));
+        let transformer = |heads, inner| Ok(Architecture::Transformer(TransformerShape { heads, inner }));
         assert_eq!(architecture("--architecture transformer"), transformer(4, 256));
         assert_eq!(architecture("--architecture transformer --data DIR"), transformer(4, 768));
         let flags = "--architecture transformer --hidden 66 --attention-heads 3 --inner 50";

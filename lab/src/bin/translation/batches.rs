@@ -1,9 +1,9 @@
 //! Batches of pairs of similar length, padded to tensors.
 
 use crate::corpus::{targets, Encoded};
-use crate::vocabulary::{END, PAD};
 use candle_core::{Device, Tensor};
-use lab::{sequences, Result};
+use lab::data::words::{END, PAD};
+use lab::{data::sequences, Result};
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 
@@ -107,7 +107,7 @@ pub(crate) fn sorted(pairs: &[Encoded], batch: usize) -> Vec<Vec<usize>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vocabulary::START;
+    use lab::data::words::START;
 
     fn pairs(count: usize) -> Vec<Encoded> {
         let text = |i: usize| (0..i % 7).map(|id| 4 + id as u32).collect();

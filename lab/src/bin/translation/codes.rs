@@ -1,7 +1,7 @@
 //! Words as sequences of one or two codes, and which code may follow which.
 
-use crate::vocabulary::Words;
 use candle_core::Tensor;
+use lab::data::words::Words;
 use lab::Result;
 use mos_codes::CodeTable;
 
@@ -67,15 +67,17 @@ impl Codes {
 #[cfg(test)]
 mod tests {
     use crate::table::tests::{by_frequency, random, vocabularies};
-    use crate::table::Shape;
-    use crate::vocabulary::{Vocabulary, END, PAD, SPECIAL, START};
+    use crate::{kinds::TableShape, vocabulary::Vocabulary};
     use candle_core::{Device, Tensor};
+    use lab::data::words::{END, PAD, SPECIAL, START};
 
     const TEXT: &str = "hodi lo kano grando dos gatas viejas vidat";
 
     #[test]
     fn texts_are_restored_also_after_json() {
-        for (shape, flags) in [(Shape::Light, random()), (Shape::Hybrid, random()), (Shape::Light, by_frequency())] {
+        for (shape, flags) in
+            [(TableShape::Light, random()), (TableShape::Hybrid, random()), (TableShape::Light, by_frequency())]
+        {
             let [words, coded] = vocabularies(shape, &flags).unwrap();
             let again = Vocabulary::from_json(&coded.to_json().unwrap()).unwrap();
             assert_eq!((again.len(), again.kind()), (coded.len(), "code"));
@@ -92,7 +94,7 @@ mod tests {
 
     #[test]
     fn words_are_neither_cut_nor_ended_within() {
-        let [_, coded] = vocabularies(Shape::Light, &random()).unwrap();
+        let [_, coded] = vocabularies(TableShape::Light, &random()).unwrap();
         let codes = coded.codes().unwrap();
         let text = coded.encode("hodi lo").unwrap();
         assert_eq!(text.len(), 4);

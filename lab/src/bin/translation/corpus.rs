@@ -1,7 +1,8 @@
 //! Pairs of texts, read from parallel files, and their token ids.
 
 use crate::vocabulary::Vocabulary;
-use lab::{digest::Digest, model::Data, Result};
+use lab::data::{read, Data, Digest};
+use lab::Result;
 use std::path::Path;
 
 /// Tokens are separated by whitespace.
@@ -102,19 +103,15 @@ fn pairs(source: &Path, target: &Path) -> Result<Vec<Pair>> {
     Ok(sources.lines().zip(targets.lines()).map(pair).collect())
 }
 
-pub(crate) fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()).into())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kinds::TableShape;
     use crate::table::tests::{random, vocabularies};
-    use crate::table::Shape;
 
     #[test]
     fn targets_are_counted_per_word() {
-        let [words, coded] = vocabularies(Shape::Light, &random()).unwrap();
+        let [words, coded] = vocabularies(TableShape::Light, &random()).unwrap();
         let pair = |target: &str| Pair { source: "the dog".into(), target: target.into() };
         let (train, valid) = (vec![pair("lo kano"), pair("hodi")], vec![pair("lo zzz")]);
         let corpus = Corpus { name: "x".into(), train, valid, test: vec![] };

@@ -1,7 +1,7 @@
 //! Dialogues as pairs of a context (the utterances before) and the response to it.
 
-use crate::corpus::{read, Corpus, Pair};
-use lab::Result;
+use crate::corpus::{Corpus, Pair};
+use lab::{data::read, Result};
 use rand::seq::SliceRandom;
 use rand::{rngs::StdRng, SeedableRng};
 use serde_json::Value;

@@ -1,13 +1,10 @@
 //! Answers to the lines of stdin, from the model and vocabularies of one checkpoint.
 
-use crate::args::Args;
-use crate::dialogue::context;
-use crate::model::Seq2Seq;
+use crate::model::{load_model, Seq2Seq};
 use crate::search::{draw, search, Beam};
-use crate::setting::load_model;
-use crate::task::Task;
+use crate::{args::Args, dialogue::context, kinds::Task};
 use candle_core::Device;
-use lab::{checkpoint::Checkpoint, Result};
+use lab::{layers::Checkpoint, Result};
 use mos_head::decode::{Sampler, Sampling};
 use std::io::BufRead;
 
@@ -22,7 +19,7 @@ pub(crate) fn run(args: &Args, device: &Device) -> Result<()> {
     if args.chat != (setting.task == Task::Dialogue) {
         return Err(format!("{flag} does not fit a checkpoint of the task {}", setting.task.name()).into());
     }
-    let beam = setting.task.beam(args, if args.chat { REPLIES } else { 1 });
+    let beam = args.beam(setting.task, if args.chat { REPLIES } else { 1 });
     let sampling = args.temperature.map(|temperature| Sampling::new().with_temperature(temperature));
     let mut sampler = sampling.map(|sampling| Sampler::new(sampling, args.common.seed)).transpose()?;
     let mut said: Vec<(bool, String)> = vec![]; // whether the model said it, and the text

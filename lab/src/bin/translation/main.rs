@@ -24,22 +24,23 @@ mod codes;
 mod corpus;
 mod dialogue;
 mod interactive;
+mod kinds;
 mod model;
+mod prepare;
 mod recurrent;
 mod report;
 mod score;
 mod search;
 mod setting;
 mod table;
-mod task;
 mod toy;
 mod transformer;
 mod vocabulary;
 
 use args::Args;
-use lab::head::HeadKind;
-use lab::memory::Peak;
-use lab::{heads, plot::Axes, recipe::Recipe, session::Session, Result};
+use lab::show::{plot::Axes, Peak};
+use lab::training::{heads, Recipe, Session};
+use lab::{layers::HeadKind, Result};
 use model::Seq2Seq;
 use report::Trained;
 use setting::Setting;
@@ -48,7 +49,6 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
-use task::Task;
 
 fn main() -> ExitCode {
     lab::start(run)
@@ -59,10 +59,10 @@ fn run(args: &Args) -> Result<()> {
     if args.translate || args.chat {
         return interactive::run(args, &device);
     }
-    let task = Task::new(args);
+    let task = args.task();
     let recipe = args.recipe();
     let architecture = args.architecture(&recipe)?;
-    let corpus = task::corpus(args)?;
+    let corpus = prepare::corpus(args)?;
     let (train, valid) = (corpus.train.len(), corpus.valid.len());
     let (scores_of, scored) = corpus.scored();
     let test = if scores_of == "test" { format!(", test {} pairs", scored.len()) } else { String::new() };
@@ -74,7 +74,7 @@ fn run(args: &Args) -> Result<()> {
         if let Some(setting) = first.get() {
             return Ok(Setting::clone(setting));
         }
-        let [source, target] = task::vocabularies(args, &corpus.train, &device)?;
+        let [source, target] = prepare::vocabularies(args, &corpus.train, &device)?;
         Ok(first.get_or_init(|| Setting { task, architecture, source, target, turns: args.turns }).clone())
     };
     let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
@@ -87,14 +87,10 @@ fn run(args: &Args) -> Result<()> {
         let data = corpus::encode(&corpus, source, target)?;
         Session::new(kind, Seq2Seq::new(kind, setting, recipe, &device)?, data, recipe)
     };
-    if let Some(trials) = args.common.search {
-        return heads::search(&args.common, trials, &recipe, |kind, recipe| build(kind, recipe, None));
-    }
-    let beam = task.beam(args, task.n_best());
-    let build = |kind, checkpoint: Option<&_>| build(kind, &recipe, checkpoint);
+    let beam = args.beam(task, task.n_best());
     let found = args.write_found.as_deref().map(create).transpose()?;
     let memory = Cell::new(Some(Peak::watch(&device)));
-    let Some(rows) = heads::train(&args.common, &device, build, |session| {
+    let Some(rows) = heads::run(&args.common, &recipe, &device, build, |session| {
         let peak_mib = memory.take().and_then(Peak::mib);
         let setting = &session.model.setting;
         let encoded = corpus::encode_pairs(scored, &setting.source, &setting.target)?;

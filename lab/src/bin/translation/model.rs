@@ -1,18 +1,14 @@
 //! An encoder-decoder, recurrent or a Transformer, and an output layer.
 
 use crate::batches::{shuffled, shuffled_evenly, sorted, Batch, Sources};
-use crate::corpus::Encoded;
-use crate::recurrent::Recurrent;
-use crate::setting::{Architecture, Setting};
-use crate::task::Task;
-use crate::transformer::Transformer;
-use crate::vocabulary::PAD;
+use crate::kinds::{Architecture, Task};
+use crate::{corpus::Encoded, recurrent::Recurrent, setting::Setting, transformer::Transformer};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use lab::head::{HeadKind, HeadSizes};
-use lab::model::{Base, Forward, Model, Pass};
-use lab::transformer::DecoderState;
-use lab::{init, recipe::Recipe, recurrent_decoder, Result};
+use lab::data::words::PAD;
+use lab::layers::{init, recurrent_decoder, transformer::DecoderState, Checkpoint, HeadKind, HeadSizes};
+use lab::training::{Base, Forward, Model, Pass, Recipe};
+use lab::Result;
 use rand::rngs::StdRng;
 
 pub(crate) struct Seq2Seq {
@@ -83,7 +79,7 @@ impl Seq2Seq {
     /// advances `state`. Dropout is applied if a generator for its masks is given.
     pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
         match (&self.body, state) {
-            (Body::Recurrent(body), State::Recurrent(state)) => body.decode(ids, state, rng),
+            (Body::Recurrent(body), State::Recurrent(state)) => body.decoder.decode(ids, state, rng),
             (Body::Transformer(body), State::Transformer(state)) => body.decode(ids, state, rng),
             _ => Err("the state is another model's".into()),
         }
@@ -94,6 +90,16 @@ impl Seq2Seq {
         let mut state = self.encode(&batch.sources, rng.as_deref_mut())?;
         self.decode(&batch.inputs, &mut state, rng)
     }
+}
+
+/// Returns the model of a checkpoint, without the state of training.
+pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq2Seq> {
+    let setting = Setting::from_checkpoint(checkpoint)?;
+    let kind = HeadKind::from_checkpoint(checkpoint)?;
+    let recipe = Recipe::from_checkpoint(kind, checkpoint)?;
+    let model = Seq2Seq::new(kind, setting, &recipe, device)?;
+    checkpoint.restore_variables(model.varmap())?;
+    Ok(model)
 }
 
 /// The number of pairs of a batch in an evaluation.
@@ -146,11 +152,10 @@ impl Model for Seq2Seq {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transformer::Shape;
-    use crate::vocabulary::Vocabulary;
+    use crate::{kinds::TransformerShape, vocabulary::Vocabulary};
 
     const ARCHITECTURES: [Architecture; 2] =
-        [Architecture::Lstm, Architecture::Transformer(Shape { heads: 2, inner: 24 })];
+        [Architecture::Lstm, Architecture::Transformer(TransformerShape { heads: 2, inner: 24 })];
 
     fn model(architecture: Architecture, kind: HeadKind) -> Seq2Seq {
         model_for(Task::Toy, architecture, kind)
@@ -167,45 +172,45 @@ mod tests {
 
     #[test]
     fn padding_changes_nothing() {
-        ARCHITECTURES.into_iter().for_each(check_that_padding_changes_nothing);
-    }
-
-    fn check_that_padding_changes_nothing(architecture: Architecture) {
-        let model = model(architecture, HeadKind::Mos);
-        let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
-        let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
-        let hidden = |positions| {
-            let sources = Sources::new(&sentences, positions, &Device::Cpu).unwrap();
-            let mut state = model.encode(&sources, None).unwrap();
-            model.decode(&ids, &mut state, None).unwrap()
-        };
-        let (tight, wide) = (hidden(0), hidden(11));
-        let difference = (tight - wide).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
-        assert!(difference < 2e-6, "{architecture:?} {difference}");
+        for architecture in ARCHITECTURES {
+            let model = model(architecture, HeadKind::Mos);
+            let sentences: [&[u32]; 2] = [&[5, 6, 7, 8], &[9, 10]];
+            let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
+            let hidden = |positions| {
+                let sources = Sources::new(&sentences, positions, &Device::Cpu).unwrap();
+                let mut state = model.encode(&sources, None).unwrap();
+                model.decode(&ids, &mut state, None).unwrap()
+            };
+            let difference = (hidden(0) - hidden(11)).unwrap().abs().unwrap().max_all().unwrap();
+            assert!(difference.to_scalar::<f32>().unwrap() < 2e-6, "{architecture:?} {difference}");
+        }
     }
 
     #[test]
     fn step_by_step_equals_all_at_once() {
-        ARCHITECTURES.into_iter().for_each(check_that_step_by_step_equals_all_at_once);
-    }
-
-    fn check_that_step_by_step_equals_all_at_once(architecture: Architecture) {
-        let model = model(architecture, HeadKind::Softmax);
-        let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
-        let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
-        let all = model.decode(&ids, &mut model.encode(&sources, None).unwrap(), None).unwrap();
-        let mut state = model.encode(&sources, None).unwrap();
         let swap = Tensor::new(&[1u32, 0], &Device::Cpu).unwrap();
-        for step in 0..3 {
-            // Rows are swapped at every step, as in a beam.
-            let column = ids.narrow(1, step, 1).unwrap();
-            let column =
-                if step % 2 == 0 { column } else { column.contiguous().unwrap().index_select(&swap, 0).unwrap() };
-            let one = model.decode(&column.contiguous().unwrap(), &mut state, None).unwrap();
-            let one = if step % 2 == 0 { one } else { one.contiguous().unwrap().index_select(&swap, 0).unwrap() };
-            let difference = (one - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap().max_all().unwrap();
-            assert!(difference.to_scalar::<f32>().unwrap() < 1e-5, "{architecture:?} {step}");
-            state = state.select(&swap).unwrap();
+        for architecture in ARCHITECTURES {
+            let model = model(architecture, HeadKind::Softmax);
+            let sources = Sources::new(&[&[5, 6, 7], &[9, 10]], 0, &Device::Cpu).unwrap();
+            let ids = Tensor::new(&[[1u32, 4, 5], [1, 6, 7]], &Device::Cpu).unwrap();
+            let all = model.decode(&ids, &mut model.encode(&sources, None).unwrap(), None).unwrap();
+            let mut state = model.encode(&sources, None).unwrap();
+            for step in 0..3 {
+                // Rows are swapped at every step, as in a beam.
+                let swapped = |rows: Tensor| {
+                    let rows = rows.contiguous().unwrap();
+                    if step % 2 == 0 {
+                        rows
+                    } else {
+                        rows.index_select(&swap, 0).unwrap()
+                    }
+                };
+                let one = model.decode(&swapped(ids.narrow(1, step, 1).unwrap()), &mut state, None).unwrap();
+                let difference = (swapped(one) - all.narrow(1, step, 1).unwrap()).unwrap().abs().unwrap();
+                let difference = difference.max_all().unwrap().to_scalar::<f32>().unwrap();
+                assert!(difference < 1e-5, "{architecture:?} {step}");
+                state = state.select(&swap).unwrap();
+            }
         }
     }
 

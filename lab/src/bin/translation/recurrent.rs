@@ -1,20 +1,19 @@
 //! The recurrent encoder-decoder: a bidirectional LSTM over the source, and a decoder with attention.
 
-use crate::batches::Sources;
-use crate::setting::Setting;
+use crate::{batches::Sources, setting::Setting};
 use candle_core::{Module, Tensor, D};
 use candle_nn::{Embedding, VarBuilder};
-use lab::head::{HeadKind, HeadSizes};
-use lab::recurrent::{Lstm, LstmDropout};
-use lab::recurrent_decoder::{RecurrentDecoder, State};
-use lab::{recipe::Recipe, Result};
+use lab::layers::recurrent::{Lstm, LstmDropout};
+use lab::layers::recurrent_decoder::{RecurrentDecoder, State};
+use lab::layers::{HeadKind, HeadSizes};
+use lab::{training::Recipe, Result};
 use rand::rngs::StdRng;
 
 pub(crate) struct Recurrent {
     source_embedding: Embedding,
     forwards: Lstm,
     backwards: Lstm,
-    decoder: RecurrentDecoder,
+    pub(crate) decoder: RecurrentDecoder,
 }
 
 impl Recurrent {
@@ -30,7 +29,7 @@ impl Recurrent {
             source_embedding: candle_nn::embedding(setting.source.len(), embedding, vb.pp("source"))?,
             forwards: encoder("forwards")?,
             backwards: encoder("backwards")?,
-            decoder: RecurrentDecoder::new(setting.target.len(), recipe, "target", vb.clone())?,
+            decoder: RecurrentDecoder::new(recipe.decoder(setting.target.len()), "target", vb.clone())?,
         })
     }
 
@@ -61,10 +60,5 @@ impl Recurrent {
 
         let mean = sources.average.matmul(&outputs)?.squeeze(1)?;
         self.decoder.start(outputs, &mean, sources.mask.clone())
-    }
-
-    /// Computes the same as [`RecurrentDecoder::decode`].
-    pub(crate) fn decode(&self, ids: &Tensor, state: &mut State, rng: Option<&mut StdRng>) -> Result<Tensor> {
-        self.decoder.decode(ids, state, rng)
     }
 }

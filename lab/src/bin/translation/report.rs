@@ -3,12 +3,10 @@
 use crate::corpus::{targets, Pair};
 use crate::model::Seq2Seq;
 use crate::score::{Measures, Scores};
-use lab::head::HeadKind;
-use lab::heads::{slowdown, Outcome};
-use lab::recipe::Recipe;
-use lab::report::{self, number};
-use lab::session::Session;
-use lab::Result;
+use lab::show::report::{self, number};
+use lab::training::heads::{slowdown, Outcome};
+use lab::training::{Recipe, Session};
+use lab::{layers::HeadKind, Result};
 use serde_json::{json, Map, Value};
 
 pub(crate) type Row = Outcome<Trained>;

@@ -1,11 +1,10 @@
 //! The final scores of a task on the test pairs, or on the validation pairs if there are no others.
 
 use crate::corpus::{targets_per_word, Encoded, Pair};
-use crate::model::Seq2Seq;
 use crate::search::{search, Beam};
-use crate::task::Task;
-use lab::bleu::{corpus_bleu, sentence_bleu};
-use lab::{session::Session, Result};
+use crate::{kinds::Task, model::Seq2Seq};
+use lab::scores::bleu::{corpus_bleu, sentence_bleu};
+use lab::{training::Session, Result};
 use std::collections::HashSet;
 
 /// Names with values, in percent.

@@ -1,12 +1,10 @@
 //! Beam search for many sentences, in batches of similar length; and sampling for one.
 
-use crate::batches::Sources;
-use crate::codes::LONGEST;
 use crate::model::{Seq2Seq, State};
-use crate::vocabulary::{END, START};
+use crate::{batches::Sources, codes::LONGEST};
 use candle_core::Tensor;
-use lab::sequences::by_length;
-use lab::{model::Model, progress, Result};
+use lab::data::words::{END, START};
+use lab::{data::sequences::by_length, show::progress, training::Model, Result};
 use mos_head::decode::{BeamSearch, Hypothesis, Sampler, TopK};
 
 #[derive(Clone, Copy, Debug)]
@@ -148,13 +146,11 @@ pub(crate) fn draw(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::setting::{Architecture, Setting};
+    use crate::kinds::{Architecture, TableShape, Task};
     use crate::table::tests::{by_frequency, random, vocabularies};
-    use crate::table::Shape;
-    use crate::task::Task;
-    use crate::vocabulary::Vocabulary;
+    use crate::{setting::Setting, vocabulary::Vocabulary};
     use candle_core::Device;
-    use lab::{head::HeadKind, recipe::Recipe};
+    use lab::{layers::HeadKind, training::Recipe};
     use mos_head::decode::Sampling;
 
     #[test]
@@ -178,7 +174,9 @@ mod tests {
     #[test]
     fn all_that_is_found_or_drawn_is_words() {
         let recipe = Recipe { hidden: 8, context: Some(8), ..Recipe::BASE };
-        for (shape, flags) in [(Shape::Light, by_frequency()), (Shape::Light, random()), (Shape::Hybrid, random())] {
+        for (shape, flags) in
+            [(TableShape::Light, by_frequency()), (TableShape::Light, random()), (TableShape::Hybrid, random())]
+        {
             let [source, target] = vocabularies(shape, &flags).unwrap();
             for kind in [HeadKind::Softmax, HeadKind::Mos] {
                 let (task, architecture) = (Task::Toy, Architecture::Lstm);

@@ -1,49 +1,8 @@
 //! The task and vocabularies of a model. Every checkpoint has them, so that it is enough to use the model.
 
-use crate::model::Seq2Seq;
-use crate::task::Task;
-use crate::transformer::Shape;
+use crate::kinds::{Architecture, Task};
 use crate::vocabulary::Vocabulary;
-use candle_core::Device;
-use lab::head::HeadKind;
-use lab::{checkpoint::Checkpoint, model::Model, recipe::Recipe, Result};
-
-/// The model below the output layer has one of these architectures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Architecture {
-    Lstm,
-    Transformer(Shape),
-}
-
-impl Architecture {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Architecture::Lstm => "lstm",
-            Architecture::Transformer(_) => "transformer",
-        }
-    }
-
-    /// Returns the architecture of a checkpoint. One without a name is recurrent.
-    fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
-        match checkpoint.optional::<String>("architecture")?.as_deref() {
-            None | Some("lstm") => Ok(Architecture::Lstm),
-            Some("transformer") => {
-                let (heads, inner) = (checkpoint.get("attention-heads")?, checkpoint.get("inner")?);
-                Ok(Architecture::Transformer(Shape { heads, inner }))
-            }
-            Some(name) => Err(format!("the checkpoint's architecture {name:?} is unknown").into()),
-        }
-    }
-
-    /// Returns its settings, by the names of their flags.
-    fn settings(self) -> Vec<(&'static str, String)> {
-        let mut settings = vec![("architecture", self.name().to_owned())];
-        if let Architecture::Transformer(Shape { heads, inner }) = self {
-            settings.extend([("attention-heads", heads.to_string()), ("inner", inner.to_string())]);
-        }
-        settings
-    }
-}
+use lab::{layers::Checkpoint, Result};
 
 #[derive(Clone)]
 pub(crate) struct Setting {
@@ -94,27 +53,18 @@ impl Setting {
     }
 }
 
-/// Returns the model of a checkpoint, without the state of training.
-pub(crate) fn load_model(checkpoint: &Checkpoint, device: &Device) -> Result<Seq2Seq> {
-    let setting = Setting::from_checkpoint(checkpoint)?;
-    let kind = HeadKind::from_checkpoint(checkpoint)?;
-    let recipe = Recipe::from_checkpoint(kind, checkpoint)?;
-    let model = Seq2Seq::new(kind, setting, &recipe, device)?;
-    checkpoint.restore_variables(model.varmap())?;
-    Ok(model)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::corpus::{encode, Corpus, Encoded};
-    use crate::score::score;
-    use crate::search::Beam;
+    use crate::kinds::{TableShape, TransformerShape};
+    use crate::model::{load_model, Seq2Seq};
     use crate::table::tests::{random, vocabularies};
-    use crate::table::Shape;
-    use crate::toy;
-    use lab::model::Data;
-    use lab::session::Session;
+    use crate::{score::score, search::Beam, toy};
+    use candle_core::Device;
+    use lab::layers::HeadKind;
+    use lab::training::Recipe;
+    use lab::{data::Data, training::Session};
 
     fn setting(corpus: &Corpus) -> Setting {
         let source = Vocabulary::words(corpus.train.iter().map(|pair| pair.source.as_str()), 1, &[]);
@@ -134,18 +84,9 @@ mod tests {
         hidden: usize,
         dropout: f64,
     ) -> Session<Seq2Seq> {
-        let recipe = Recipe {
-            components: 2,
-            hidden,
-            epochs,
-            batch: 16,
-            lr: 0.005,
-            decay: 0.8,
-            dropout,
-            label_smoothing: 0.1,
-            seed: 3,
-            ..Recipe::BASE
-        };
+        let recipe =
+            Recipe { components: 2, batch: 16, lr: 0.005, decay: 0.8, label_smoothing: 0.1, seed: 3, ..Recipe::BASE };
+        let recipe = Recipe { hidden, epochs, dropout, ..recipe };
         let model = Seq2Seq::new(kind, setting.clone(), &recipe, &Device::Cpu).unwrap();
         Session::new(kind, model, data(corpus, setting), &recipe).unwrap()
     }
@@ -186,7 +127,7 @@ mod tests {
     #[test]
     fn a_checkpoint_has_the_table_of_codes() {
         let corpus = toy::corpus(300, 40, 7);
-        let [_, target] = vocabularies(Shape::Hybrid, &random()).unwrap();
+        let [_, target] = vocabularies(TableShape::Hybrid, &random()).unwrap();
         let setting = Setting { target, ..setting(&corpus) };
         let path = std::env::temp_dir().join(format!("translation_codes_{}.safetensors", std::process::id()));
         let mut session = session(HeadKind::Mos, &corpus, &setting, 1, 16, 0.0);
@@ -211,7 +152,7 @@ mod tests {
         assert!(error.contains("a built-in language") && error.contains("--seed"), "{error}");
     }
 
-    const TRANSFORMER: Architecture = Architecture::Transformer(crate::transformer::Shape { heads: 4, inner: 96 });
+    const TRANSFORMER: Architecture = Architecture::Transformer(TransformerShape { heads: 4, inner: 96 });
 
     #[test]
     fn a_checkpoint_has_the_architecture() {
@@ -222,12 +163,8 @@ mod tests {
         let mut checkpoint = session.checkpoint().unwrap();
         let again = Setting::from_checkpoint(&checkpoint).unwrap();
         assert_eq!(again.architecture, TRANSFORMER);
-        let alone = Session::new(
-            HeadKind::Mos,
-            load_model(&checkpoint, &Device::Cpu).unwrap(),
-            data(&corpus, &setting),
-            &Recipe::BASE,
-        );
+        let model = load_model(&checkpoint, &Device::Cpu).unwrap();
+        let alone = Session::new(HeadKind::Mos, model, data(&corpus, &setting), &Recipe::BASE);
         assert!((alone.unwrap().valid_nll().unwrap() - session.history[0][1]).abs() < 1e-6);
 
         assert!(again.clone().require_architecture(TRANSFORMER).is_ok());

@@ -1,11 +1,10 @@
 //! The table of codes of the target's words.
 
-use crate::vocabulary::{Words, END};
+use crate::kinds::TableShape;
 use candle_core::Device;
-use lab::model::Data;
-use lab::recipe::Recipe;
-use lab::table::{TableFlags, WORDS_PER_CODE};
-use lab::Result;
+use lab::data::words::{Words, END};
+use lab::training::{Recipe, TableFlags, WORDS_PER_CODE};
+use lab::{data::Data, Result};
 use mos_codes::{CodeTable, TableConfig};
 
 /// The language model that learns a table.
@@ -14,18 +13,10 @@ const LEARNER: Recipe = Recipe { hidden: 128, lr: 0.004, decay: 0.8, ..Recipe::B
 /// One in this many texts is for the validation of a learned table.
 const VALIDATION: usize = 20;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Shape {
-    /// LightRNN: all words share the table, but for the special tokens.
-    Light,
-    /// Hybrid-LightRNN: rare words share the table.
-    Hybrid,
-}
-
 /// Returns the table of the words of these texts; the first `special` ones have codes of their own, their ids.
 pub(crate) fn choose(
     flags: &TableFlags,
-    shape: Shape,
+    shape: TableShape,
     words: &Words,
     special: usize,
     texts: &[Vec<u32>],
@@ -52,8 +43,8 @@ fn one_text(texts: &[Vec<u32>]) -> Vec<u32> {
     std::iter::once(END).chain(texts).collect()
 }
 
-fn config(flags: &TableFlags, shape: Shape, words: usize, special: usize) -> Result<TableConfig> {
-    if shape == Shape::Light {
+fn config(flags: &TableFlags, shape: TableShape, words: usize, special: usize) -> Result<TableConfig> {
+    if shape == TableShape::Light {
         return Ok(TableConfig::light_rnn(words).with_own(special));
     }
     let fewest = special + TableConfig::light_rnn(words - special).code_count();
@@ -69,11 +60,12 @@ fn config(flags: &TableFlags, shape: Shape, words: usize, special: usize) -> Res
 pub(crate) mod tests {
     use super::*;
     use crate::toy;
-    use crate::vocabulary::{Vocabulary, SPECIAL};
-    use lab::table::TableKind;
+    use crate::vocabulary::Vocabulary;
+    use lab::data::words::SPECIAL;
+    use lab::training::TableKind;
 
     /// Returns the targets of the built-in task as words, and as codes in a table.
-    pub(crate) fn vocabularies(shape: Shape, flags: &TableFlags) -> Result<[Vocabulary; 2]> {
+    pub(crate) fn vocabularies(shape: TableShape, flags: &TableFlags) -> Result<[Vocabulary; 2]> {
         let pairs = toy::corpus(300, 1, 7).train;
         let vocabulary = Vocabulary::words(pairs.iter().map(|pair| pair.target.as_str()), 1, &[]);
         let texts = pairs.iter().map(|pair| vocabulary.encode(&pair.target)).collect::<Result<Vec<_>>>()?;
@@ -97,14 +89,14 @@ pub(crate) mod tests {
     #[test]
     fn sizes_are_those_of_the_flags_or_fit() {
         let sizes = |shape, flags: &TableFlags| vocabularies(shape, flags).expect("fits").map(|vocab| vocab.len());
-        let [words, light] = sizes(Shape::Light, &by_frequency());
+        let [words, light] = sizes(TableShape::Light, &by_frequency());
         assert!(words > 100 && light < words / 3, "{words} {light}");
-        let [_, fewest] = sizes(Shape::Hybrid, &by_frequency());
+        let [_, fewest] = sizes(TableShape::Hybrid, &by_frequency());
         assert!(fewest <= light && fewest > words / 5, "{words} {fewest}");
         let codes = |codes| TableFlags { codes: Some(codes), ..random() };
-        assert_eq!(sizes(Shape::Hybrid, &codes(fewest + 20))[1], fewest + 20);
-        assert_eq!(sizes(Shape::Hybrid, &codes(10 * words))[1], words);
-        let error = vocabularies(Shape::Hybrid, &codes(fewest - 1)).err().expect("must fail").to_string();
+        assert_eq!(sizes(TableShape::Hybrid, &codes(fewest + 20))[1], fewest + 20);
+        assert_eq!(sizes(TableShape::Hybrid, &codes(10 * words))[1], words);
+        let error = vocabularies(TableShape::Hybrid, &codes(fewest - 1)).err().expect("must fail").to_string();
         assert!(error.contains("--codes") && error.contains(&fewest.to_string()), "{error}");
         assert!(codes(9).check(false, true).is_err() && codes(9).check(true, true).is_ok());
         assert!(random().check(false, false).expect_err("words").to_string().contains("--table"));
@@ -112,8 +104,8 @@ pub(crate) mod tests {
 
     #[test]
     fn a_table_is_learned_from_the_targets() {
-        let [_, random] = vocabularies(Shape::Light, &random()).expect("fits");
-        let [words, learned] = vocabularies(Shape::Light, &TableFlags::default()).expect("learns");
+        let [_, random] = vocabularies(TableShape::Light, &random()).expect("fits");
+        let [words, learned] = vocabularies(TableShape::Light, &TableFlags::default()).expect("learns");
         assert_eq!(learned.len(), random.len());
         assert_ne!(learned.codes().expect("codes").table(), random.codes().expect("codes").table());
         let text = "hodi lo kano grando";

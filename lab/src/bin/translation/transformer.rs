@@ -1,23 +1,12 @@
 //! The Transformer: an encoder of the source, and a decoder of the target with attention over its outputs.
 
-use crate::batches::Sources;
-use crate::setting::Setting;
+use crate::{batches::Sources, kinds::TransformerShape, setting::Setting};
 use candle_core::{Module, Tensor};
 use candle_nn::{Embedding, VarBuilder};
-use lab::dropout::dropout;
-use lab::head::{HeadKind, HeadSizes};
-use lab::transformer::{Decoder, DecoderState, Encoder, Positions, TransformerSizes};
-use lab::{recipe::Recipe, Result};
+use lab::layers::transformer::{Decoder, DecoderState, Encoder, Positions, TransformerSizes};
+use lab::layers::{dropout::dropout, HeadKind, HeadSizes};
+use lab::{training::Recipe, Result};
 use rand::rngs::StdRng;
-
-/// The sizes that a recurrent model does not have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shape {
-    /// The number of attention heads.
-    pub(crate) heads: usize,
-    /// The width within the feed-forward networks.
-    pub(crate) inner: usize,
-}
 
 pub(crate) struct Transformer {
     source_embedding: Embedding,
@@ -29,8 +18,8 @@ pub(crate) struct Transformer {
 }
 
 impl Transformer {
-    pub(crate) fn new(setting: &Setting, shape: Shape, recipe: &Recipe, vb: VarBuilder) -> Result<Self> {
-        let (Shape { heads, inner }, Recipe { hidden: width, layers, dropout, .. }) = (shape, *recipe);
+    pub(crate) fn new(setting: &Setting, shape: TransformerShape, recipe: &Recipe, vb: VarBuilder) -> Result<Self> {
+        let (TransformerShape { heads, inner }, Recipe { hidden: width, layers, dropout, .. }) = (shape, *recipe);
         if recipe.embedding() != width {
             let embedding = recipe.embedding();
             return Err(
@@ -50,7 +39,7 @@ impl Transformer {
 
     /// Returns the bound of a variable's initial values; scales of normalisations are ones. Embeddings times the root
     /// of their width, and all that follows up to the logits, start with numbers of about one.
-    pub(crate) fn bound(shape: Shape, kind: HeadKind, sizes: HeadSizes, name: &str) -> f64 {
+    pub(crate) fn bound(shape: TransformerShape, kind: HeadKind, sizes: HeadSizes, name: &str) -> f64 {
         let keeps_scale = |inputs: usize| (3.0 / inputs as f64).sqrt();
         match name {
             "head.decoder.weight" => keeps_scale(sizes.decoder_width(kind)),
@@ -75,7 +64,7 @@ impl Transformer {
         self.decoder.start(&outputs, mask)
     }
 
-    /// Computes the same as `Recurrent::decode`.
+    /// Computes the same as `RecurrentDecoder::decode`.
     pub(crate) fn decode(
         &self,
         ids: &Tensor,

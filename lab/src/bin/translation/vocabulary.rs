@@ -2,16 +2,14 @@
 //! as a string in a checkpoint.
 
 use crate::codes::Codes;
-use lab::codes::{table_from_json, table_json};
-use lab::words::UNKNOWN;
-use lab::{bpe, Result};
+use lab::data::words::{Words, SPECIAL, UNKNOWN};
+use lab::data::{bpe, table_from_json, table_json};
+use lab::Result;
 use mos_codes::CodeTable;
 use serde_json::{json, Value};
 use tokenizers::decoders::bpe::BPEDecoder;
 use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
 use tokenizers::{AddedToken, Tokenizer};
-
-pub(crate) use lab::words::{Words, END, PAD, SPECIAL, START};
 
 #[derive(Clone)]
 pub(crate) enum Vocabulary {

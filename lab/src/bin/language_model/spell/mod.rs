@@ -9,53 +9,16 @@ mod word;
 
 use crate::args::Args;
 use candle_core::Device;
-use lab::model::Data;
-use lab::optimizer::OptimizerKind;
-use lab::plot::Axes;
-use lab::recipe::Recipe;
-use lab::text::Corpus;
-use lab::{heads, model::Model, session::Session, train, Result};
+use lab::data::{Corpus, Data};
+use lab::training::{evaluate, heads, Model, Recipe, Session};
+use lab::{show::plot::Axes, Result};
 use model::Speller;
 use report::{Spelled, WordModelResults};
 use spellings::Spellings;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::rc::Rc;
 use trie::Trie;
 use word::Word;
-
-/// The sizes and the recipe of the character LSTM.
-pub(crate) const RECIPE: Recipe = Recipe {
-    hidden: 128,
-    embedding: Some(32),
-    batch: 20,
-    bptt: 8,
-    lr: 0.005,
-    decay: 0.7,
-    optimizer: OptimizerKind::Adam,
-    ..Recipe::BASE
-};
-
-#[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Spelling")]
-pub(crate) struct SpellFlags {
-    /// Freeze the word model of this checkpoint, and train a character LSTM that spells the next word from its hidden
-    /// states; --hidden, --embedding, --head and all other sizes are those of the character LSTM [--head: softmax]
-    #[arg(long, value_name = "FILE", conflicts_with_all = [
-        "TableFlags", "Awd", "EvaluationFlags", "preset", "finetune", "unigram_bias", "output", "samples", "generate",
-    ])]
-    spell: Option<PathBuf>,
-    /// Random positions of the validation text at which the spellings of the whole vocabulary are summed up; 0 for none
-    /// [default: 200]
-    #[arg(long, value_name = "N", requires = "spell")]
-    renormalise: Option<usize>,
-}
-
-impl SpellFlags {
-    /// Returns the word model to spell with.
-    pub(crate) fn word(&self) -> Option<&Path> {
-        self.spell.as_deref()
-    }
-}
 
 /// Trains the character LSTM of every head, and prints how well it spells.
 pub(crate) fn run(file: &Path, args: &Args, corpus: &Corpus, recipe: &Recipe, device: &Device) -> Result<()> {
@@ -96,7 +59,7 @@ pub(crate) fn run(file: &Path, args: &Args, corpus: &Corpus, recipe: &Recipe, de
     else {
         return Ok(());
     };
-    let word_nll = |text: &Vec<u32>| train::evaluate(&word.model, text, recipe);
+    let word_nll = |text: &Vec<u32>| evaluate(&word.model, text, recipe);
     let words = WordModelResults {
         kind: word.kind,
         parameters: word.model.parameters(),

@@ -1,9 +1,8 @@
 //! The final table and the JSON line.
 
 use super::trie::Mass;
-use lab::head::HeadKind;
-use lab::heads::Outcome;
-use lab::report::{self, number};
+use lab::show::report::{self, number};
+use lab::{layers::HeadKind, training::heads::Outcome};
 use serde_json::{json, Value};
 
 /// These are the measurements of a character LSTM after its training.
@@ -53,8 +52,8 @@ pub(super) fn table(words: &WordModelResults, rows: &[Outcome<Spelled>]) -> Stri
     let table = report::table(&columns, &[vec![word_row], rows.iter().map(cells).collect()].concat());
     let Some(positions) = words.positions else { return table };
     format!(
-        "{table}\nThe last three are of {positions} positions of the validation text: as strings; the probability of the \
-         vocabulary (geometric mean); given the vocabulary, as the perplexity of the word model is."
+        "{table}\nThe last three are of {positions} positions of the validation text: as strings; the probability of \
+         the vocabulary (geometric mean); given the vocabulary, as the perplexity of the word model is."
     )
 }
 

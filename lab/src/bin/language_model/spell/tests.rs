@@ -2,19 +2,12 @@ use super::model::Speller;
 use super::spellings::Spellings;
 use super::trie::Trie;
 use super::word::Word;
-use super::RECIPE;
+use crate::spelling::RECIPE;
 use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
-use lab::batches::IGNORED;
-use lab::checkpoint::Checkpoint;
-use lab::head::HeadKind;
-use lab::init;
-use lab::language_model::LanguageModel;
-use lab::model::{Data, Model, Pass};
-use lab::recipe::Recipe;
-use lab::session::Session;
-use lab::sizes::{InitialValues, Sizes};
-use lab::text::Corpus;
+use lab::data::{Corpus, Data, IGNORED};
+use lab::layers::{init, Checkpoint, HeadKind};
+use lab::training::{InitialValues, LanguageModel, Model, Pass, Recipe, Session};
 use mos_head::LossOptions;
 use rand::{rngs::StdRng, SeedableRng};
 use std::collections::BTreeSet;
@@ -39,8 +32,7 @@ fn corpus() -> Corpus {
 fn word(seed: u64) -> Word {
     let recipe = Recipe { hidden: 6, dropout: 0.5, seed, ..Recipe::BASE };
     let (kind, values) = (HeadKind::Mos, InitialValues::Even);
-    let sizes = Sizes::new(kind, &recipe, WORDS.len());
-    Word::new(kind, LanguageModel::new(kind, sizes, values, &recipe, &Device::Cpu).unwrap()).unwrap()
+    Word::new(kind, LanguageModel::new(kind, WORDS.len(), values, &recipe, &Device::Cpu).unwrap()).unwrap()
 }
 
 fn speller(kind: HeadKind, word: &Rc<Word>, recipe: &Recipe) -> Speller {
@@ -192,7 +184,7 @@ fn the_word_model_is_without_dropout_and_a_sample_of_all_positions_is_the_text()
     found.sort_unstable();
     expected.sort_unstable();
     assert_eq!(found, expected);
-    let nll = lab::train::evaluate(&word.model, &text, &SMALL).unwrap();
+    let nll = lab::training::evaluate(&word.model, &text, &SMALL).unwrap();
     assert!((sample.nll - nll).abs() < 1e-5);
 
     let some = word.sample(&text, 20, &SMALL).unwrap();
@@ -242,8 +234,7 @@ fn a_word_model_of_another_corpus_is_an_error_that_names_the_flag() {
     let path = temporary("word");
     let (corpus, kind) = (corpus(), HeadKind::Softmax);
     let recipe = Recipe { hidden: 4, ..Recipe::BASE };
-    let sizes = Sizes::new(kind, &recipe, WORDS.len());
-    let model = LanguageModel::new(kind, sizes, InitialValues::Even, &recipe, &Device::Cpu).unwrap();
+    let model = LanguageModel::new(kind, WORDS.len(), InitialValues::Even, &recipe, &Device::Cpu).unwrap();
     let session = Session::new(kind, model, corpus.data.clone(), &recipe).unwrap();
     session.checkpoint().unwrap().save(&path).unwrap();
     let loaded = load(&path, &corpus).unwrap();

@@ -5,7 +5,7 @@ use super::spellings::{Spellings, BOUNDARY};
 use super::word::Sample;
 use candle_core::Tensor;
 use candle_nn::rnn::LSTMState;
-use lab::{progress, Result};
+use lab::{show::progress, Result};
 use std::collections::HashMap;
 
 /// The prefixes of a vocabulary by length; the first is the empty one.

@@ -3,14 +3,10 @@
 use crate::evaluate::readable;
 use candle_core::{Device, Tensor};
 use candle_nn::rnn::LSTMState;
-use lab::batches::IGNORED;
-use lab::digest::Digest;
-use lab::head::HeadKind;
-use lab::init;
-use lab::language_model::{LanguageModel, TextBatch};
-use lab::model::{Model, Pass};
-use lab::text::Corpus;
-use lab::{recipe::Recipe, Result};
+use lab::data::{Corpus, Digest, IGNORED};
+use lab::layers::{init, HeadKind};
+use lab::training::{LanguageModel, Model, Pass, Recipe, TextBatch};
+use lab::Result;
 use mos_head::LossOptions;
 use rand::{rngs::StdRng, seq::index, SeedableRng};
 use std::path::Path;

@@ -1,0 +1,21 @@
+//! The layers of models: LSTMs, attention and Transformers, dropout, output layers; and their variables, from initial
+//! values to checkpoints.
+
+mod attention;
+pub(crate) mod checkpoint;
+pub mod dropout;
+pub mod gguf;
+pub(crate) mod head;
+pub mod init;
+pub mod inplace;
+pub(crate) mod output;
+mod recurrence;
+mod recurrence_cpu;
+pub mod recurrent;
+pub mod recurrent_decoder;
+pub mod transformer;
+
+pub use attention::{Attention, Memory};
+pub use checkpoint::Checkpoint;
+pub use head::{HeadKind, HeadSizes};
+pub use output::{Entries, Output, OutputKind};

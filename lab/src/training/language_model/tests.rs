@@ -1,0 +1,111 @@
+use super::*;
+
+fn recipe(components: usize) -> Recipe {
+    Recipe { components, hidden: 4, embedding: Some(3), context: Some(5), ..Recipe::BASE }
+}
+
+fn model(kind: HeadKind, vocab: usize, recipe: Recipe) -> LanguageModel {
+    LanguageModel::new(kind, vocab, InitialValues::Small, &recipe, &Device::Cpu).expect("valid sizes")
+}
+
+#[test]
+fn the_heads_have_equal_parameter_counts_within_one_percent() {
+    for (vocab, embedding, hidden, components) in [(512, 32, 6, 8), (10_000, 220, 220, 5), (10_000, 220, 220, 15)] {
+        let recipe = Recipe { hidden, components, embedding: Some(embedding), ..Recipe::BASE };
+        let parameters = |kind| model(kind, vocab, recipe).parameters() as f64;
+        for kind in [HeadKind::Moc, HeadKind::Mos] {
+            let ratio = parameters(kind) / parameters(HeadKind::Softmax);
+            assert!((ratio - 1.0).abs() < 0.01, "{kind:?} {recipe:?}: {ratio}");
+        }
+    }
+}
+
+#[test]
+fn sizes_know_the_number_of_parameters() {
+    for (kind, layers) in [(HeadKind::Softmax, 1), (HeadKind::Moc, 2), (HeadKind::Mos, 3)] {
+        let recipe = Recipe { layers, ..recipe(2) };
+        let sizes = Sizes::new(kind, &recipe, 11);
+        let parameters = sizes.parameters(kind);
+        assert_eq!(model(kind, 11, recipe).parameters(), parameters, "{kind:?}");
+        for parameters in parameters - 1..=parameters + 1 {
+            assert_eq!(sizes.with_parameters(kind, parameters), sizes);
+        }
+    }
+}
+
+#[test]
+fn a_seed_fixes_the_initial_values() {
+    let sum = |seed| -> f32 {
+        let model = model(HeadKind::Mos, 11, Recipe { seed, ..recipe(2) });
+        let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu).expect("ids");
+        let hidden = model.hidden(&ids, &mut model.state(1).expect("state")).expect("hidden");
+        hidden.sum_all().and_then(|sum| sum.to_scalar()).expect("sum")
+    };
+    assert_eq!(sum(1), sum(1));
+    assert_ne!(sum(1), sum(2));
+}
+
+#[test]
+fn a_bias_at_frequencies_is_a_unigram_model() {
+    for kind in HeadKind::ALL {
+        let model = model(kind, 5, recipe(2));
+        model.start_at_frequencies(&[0, 0, 3, 1, 3]).expect("every head has a bias");
+        let bias = init::sorted(model.varmap()).into_iter().find(|(name, _)| name == "head.decoder.bias");
+        let frequencies = bias.expect("found").1.exp().unwrap().to_vec1::<f32>().unwrap();
+        for (found, expected) in frequencies.into_iter().zip([0.3f32, 0.2, 0.1, 0.3, 0.1]) {
+            assert!((found - expected).abs() < 1e-6, "{kind:?}: {found} {expected}");
+        }
+    }
+}
+
+/// Computes the hidden states, before and after dropout, of some ids with the embedding's mask of this seed.
+fn outputs(awd: Awd, seed: Option<u64>) -> Outputs {
+    let model = model(HeadKind::Mos, 50, Recipe { awd, ..recipe(2) });
+    let ids: Vec<u32> = (0..50).chain(0..50).collect();
+    let ids = Tensor::from_vec(ids, (2, 50), &Device::Cpu).unwrap();
+    let mut rng = seed.map(StdRng::seed_from_u64);
+    model.outputs(&ids, &mut model.state(2).unwrap(), rng.as_mut()).unwrap()
+}
+
+#[test]
+fn the_embedding_drops_the_same_rows_everywhere() {
+    let awd = Awd { embedding_dropout: Some(0.4), ..Awd::NONE };
+    let first = |outputs: Outputs, stream| outputs.raw.get(stream).unwrap().to_vec2::<f32>().unwrap();
+    // Both streams read the same ids: only a mask of rows of the vocabulary is the same for both.
+    assert_eq!(first(outputs(awd, Some(1)), 0), first(outputs(awd, Some(1)), 1));
+    assert_ne!(first(outputs(awd, Some(1)), 0), first(outputs(awd, Some(2)), 0));
+    assert_ne!(first(outputs(awd, Some(1)), 0), first(outputs(awd, None), 0));
+    assert_eq!(first(outputs(awd, None), 0), first(outputs(Awd::NONE, Some(1)), 0));
+}
+
+#[test]
+fn penalties_are_those_of_the_papers() {
+    let awd = Awd { output_dropout: Some(0.5), ar: Some(2.0), ..Awd::NONE };
+    let recipe = Recipe { awd: Awd { tar: Some(3.0), ..awd }, ..recipe(2) };
+    let model = |awd| model(HeadKind::Mos, 50, Recipe { awd, ..recipe });
+    let outputs = outputs(awd, Some(1));
+    let (raw, dropped) = (outputs.raw.to_vec3::<f32>().unwrap(), outputs.dropped.to_vec3::<f32>().unwrap());
+    let mean = |values: Vec<f64>| values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64;
+    let activations = mean(dropped.iter().flatten().flatten().map(|&x| f64::from(x)).collect());
+    let differences = raw
+        .iter()
+        .flat_map(|steps| steps.windows(2))
+        .flat_map(|pair| pair[0].iter().zip(&pair[1]).map(|(a, b)| f64::from(b - a)).collect::<Vec<_>>());
+    let temporal = mean(differences.collect());
+    let found = |awd| model(awd).penalty(&outputs).unwrap().map(|p| f64::from(p.to_scalar::<f32>().unwrap()));
+    assert!((found(awd).unwrap() - 2.0 * activations).abs() < 1e-5);
+    assert!((found(recipe.awd).unwrap() - 2.0 * activations - 3.0 * temporal).abs() < 1e-5);
+    assert!((found(Awd { ar: None, ..recipe.awd }).unwrap() - 3.0 * temporal).abs() < 1e-5);
+    assert_eq!(found(Awd::NONE), None);
+}
+
+#[test]
+fn a_tied_decoder_is_the_embedding() {
+    for kind in HeadKind::ALL {
+        let recipe = Recipe { awd: Awd { tied: Some(true), inner: Some(6), ..Awd::NONE }, layers: 2, ..recipe(2) };
+        let (sizes, model) = (Sizes::new(kind, &recipe, 11), model(kind, 11, recipe));
+        let names: Vec<String> = init::sorted(model.varmap()).into_iter().map(|(name, _)| name).collect();
+        assert!(!names.iter().any(|name| name == "head.decoder.weight"), "{names:?}");
+        assert_eq!(model.parameters(), sizes.parameters(kind), "{kind:?}");
+    }
+}

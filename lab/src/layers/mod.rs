@@ -8,6 +8,7 @@ pub mod gguf;
 pub(crate) mod head;
 pub mod init;
 pub mod inplace;
+pub mod mixtape;
 pub(crate) mod output;
 mod recurrence;
 mod recurrence_cpu;

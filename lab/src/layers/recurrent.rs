@@ -1,11 +1,11 @@
-//! Stacked LSTM layers with locked dropout.
+//! Stacked LSTM layers with locked dropout, whose states may be projections of their cells' outputs.
 
 use super::dropout::{locked_dropout, mask};
 use super::recurrence::recurrence;
 use crate::Result;
 use candle_core::Tensor;
 use candle_nn::rnn::LSTMState;
-use candle_nn::VarBuilder;
+use candle_nn::{ops::sigmoid, VarBuilder};
 use rand::rngs::StdRng;
 
 /// The dropout of stacked LSTM layers.
@@ -46,8 +46,22 @@ impl Lstm {
     /// Makes layers with these numbers of units, and variables `0.weight_ih_l0`, .., `1.weight_ih_l0`, .., with the
     /// names and shapes of candle_nn's LSTM.
     pub fn new(inputs: usize, units: &[usize], dropout: LstmDropout, vb: VarBuilder) -> Result<Self> {
+        Self::with_cells(inputs, units, None, dropout, vb)
+    }
+
+    /// Makes layers with this number of cells each, whose outputs are projected to the layer's units: what the next step
+    /// and the next layer see (Sak et al.: Long Short-Term Memory Recurrent Neural Network Architectures for Large Scale
+    /// Acoustic Modeling. 2014). The projections are `0.weight_hr_l0`, .., as in PyTorch. Without a number, the cells'
+    /// outputs are the units.
+    pub fn with_cells(
+        inputs: usize,
+        units: &[usize],
+        cells: Option<usize>,
+        dropout: LstmDropout,
+        vb: VarBuilder,
+    ) -> Result<Self> {
         let widths = [&[inputs], units].concat();
-        let layer = |i: usize| Layer::new(widths[i], widths[i + 1], vb.pp(i));
+        let layer = |i: usize| Layer::new(widths[i], widths[i + 1], cells, vb.pp(i));
         Ok(Self { layers: (0..units.len()).map(layer).collect::<Result<_>>()?, dropout })
     }
 
@@ -90,22 +104,27 @@ struct Layer {
     weight_hh: Tensor,
     bias_ih: Tensor,
     bias_hh: Tensor,
+    /// `[units, cells]`
+    projection: Option<Tensor>,
 }
 
 impl Layer {
-    fn new(inputs: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
+    fn new(inputs: usize, units: usize, cells: Option<usize>, vb: VarBuilder) -> Result<Self> {
+        let projection = cells.map(|cells| vb.get((units, cells), "weight_hr_l0")).transpose()?;
+        let cells = cells.unwrap_or(units);
         Ok(Self {
-            weight_ih: vb.get((4 * hidden, inputs), "weight_ih_l0")?,
-            weight_hh: vb.get((4 * hidden, hidden), "weight_hh_l0")?,
-            bias_ih: vb.get(4 * hidden, "bias_ih_l0")?,
-            bias_hh: vb.get(4 * hidden, "bias_hh_l0")?,
+            weight_ih: vb.get((4 * cells, inputs), "weight_ih_l0")?,
+            weight_hh: vb.get((4 * cells, units), "weight_hh_l0")?,
+            bias_ih: vb.get(4 * cells, "bias_ih_l0")?,
+            bias_hh: vb.get(4 * cells, "bias_hh_l0")?,
+            projection,
         })
     }
 
     fn start(&self, batch: usize) -> Result<LSTMState> {
         let (dtype, device) = (self.weight_hh.dtype(), self.weight_hh.device());
-        let zeros = Tensor::zeros((batch, self.weight_hh.dim(1)?), dtype, device)?;
-        Ok(LSTMState::new(zeros.clone(), zeros))
+        let zeros = |width| Tensor::zeros((batch, width), dtype, device);
+        Ok(LSTMState::new(zeros(self.weight_hh.dim(1)?)?, zeros(self.weight_hh.dim(0)? / 4)?))
     }
 
     /// `dropout` drops recurrent weights.
@@ -121,11 +140,42 @@ impl Layer {
             Some(mask) => (&self.weight_hh * mask)?,
             None => self.weight_hh.clone(),
         };
-        let bias = (&self.bias_ih + &self.bias_hh)?.unsqueeze(1)?;
+        let bias = (&self.bias_ih + &self.bias_hh)?;
+        if let Some(projection) = &self.projection {
+            return self.projected(inputs, state, &weight_hh, &bias, projection);
+        }
+        let bias = bias.unsqueeze(1)?;
         let weight = Tensor::cat(&[&self.weight_ih, &weight_hh, &bias], 1)?;
         let outputs = recurrence(inputs, &weight, &Tensor::stack(&[&state.h, &state.c], 0)?)?;
         *state = LSTMState::new(outputs.get(steps - 1)?, outputs.get(steps)?);
         Ok(outputs.narrow(0, 0, steps)?.transpose(0, 1)?.contiguous()?)
+    }
+
+    /// Computes the projected outputs `[batch, steps, units]`, step by step.
+    fn projected(
+        &self,
+        inputs: &Tensor,
+        state: &mut LSTMState,
+        weight_hh: &Tensor,
+        bias: &Tensor,
+        projection: &Tensor,
+    ) -> Result<Tensor> {
+        let (batch, steps, width) = inputs.dims3()?;
+        let by_step = inputs.transpose(0, 1)?.reshape((steps * batch, width))?;
+        let from_inputs = by_step.matmul(&self.weight_ih.t()?)?.broadcast_add(bias)?;
+        let from_inputs = from_inputs.reshape((steps, batch, ()))?;
+        let (weight_hh, projection) = (weight_hh.t()?, projection.t()?);
+        let (mut units, mut cells) = (state.h.clone(), state.c.clone());
+        let mut outputs = vec![];
+        for step in 0..steps {
+            let gates = (from_inputs.get(step)? + units.matmul(&weight_hh)?)?.chunk(4, 1)?;
+            let [input, forget, output] = [&gates[0], &gates[1], &gates[3]].map(sigmoid);
+            cells = ((forget? * cells)? + (input? * gates[2].tanh()?)?)?;
+            units = (output? * cells.tanh()?)?.matmul(&projection)?;
+            outputs.push(units.clone());
+        }
+        *state = LSTMState::new(units, cells);
+        Ok(Tensor::stack(&outputs, 1)?)
     }
 }
 
@@ -145,6 +195,7 @@ mod tests {
     use candle_nn::VarMap;
     use clap::ValueEnum;
     use rand::{Rng, SeedableRng};
+    use std::collections::HashMap;
 
     #[test]
     fn values_and_gradients_equal_those_of_candles_lstm() {
@@ -203,6 +254,58 @@ mod tests {
         same(found.get(&start).unwrap(), wanted.get(&start).unwrap(), "start");
         for (name, var) in init::sorted(&varmap) {
             same(found.get(&var).unwrap(), wanted.get(&var).unwrap(), &name);
+        }
+    }
+
+    #[test]
+    fn projected_values_and_gradients_follow_the_equations() {
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F64, &Device::Cpu);
+        let lstm = Lstm::with_cells(3, &[2], Some(5), LstmDropout::default(), vb).unwrap();
+        init::uniform(&varmap, 1, |_| 0.9).unwrap();
+        let variables: HashMap<String, candle_core::Var> = init::sorted(&varmap).into_iter().collect();
+        let inputs = Tensor::rand(-1f64, 1.0, (1, 4, 3), &Device::Cpu).unwrap();
+        // The sum of all outputs and of the last cells, by the equations.
+        let plain = || {
+            let matrix = |name: &str| variables[&format!("0.{name}_l0")].to_vec2::<f64>().unwrap();
+            let vector = |name: &str| variables[&format!("0.{name}_l0")].to_vec1::<f64>().unwrap();
+            let (ih, hh, hr) = (matrix("weight_ih"), matrix("weight_hh"), matrix("weight_hr"));
+            let (bias_ih, bias_hh) = (vector("bias_ih"), vector("bias_hh"));
+            let dot = |row: &[f64], x: &[f64]| row.iter().zip(x).map(|(a, b)| a * b).sum::<f64>();
+            let sigma = |x: f64| 1.0 / (1.0 + (-x).exp());
+            let (mut units, mut cells, mut sum) = (vec![0.0; 2], vec![0.0; 5], 0.0);
+            for x in &inputs.to_vec3::<f64>().unwrap()[0] {
+                let gate = |i: usize| dot(&ih[i], x) + dot(&hh[i], &units) + bias_ih[i] + bias_hh[i];
+                cells = (0..5).map(|i| sigma(gate(5 + i)) * cells[i] + sigma(gate(i)) * gate(10 + i).tanh()).collect();
+                let outputs: Vec<f64> = (0..5).map(|i| sigma(gate(15 + i)) * cells[i].tanh()).collect();
+                units = hr.iter().map(|row| dot(row, &outputs)).collect();
+                sum += units.iter().sum::<f64>();
+            }
+            sum + cells.iter().sum::<f64>()
+        };
+        let mut states = lstm.start(1).unwrap();
+        let outputs = lstm.forward(&inputs, &mut states, None).unwrap();
+        assert_eq!(
+            (outputs.dims(), states[0].h.dims(), states[0].c.dims()),
+            (&[1, 4, 2][..], &[1, 2][..], &[1, 5][..])
+        );
+        let value = (outputs.sum_all().unwrap() + states[0].c.sum_all().unwrap()).unwrap();
+        assert!((value.to_scalar::<f64>().unwrap() - plain()).abs() < 1e-12);
+        let gradients = value.backward().unwrap();
+        for (name, variable) in &variables {
+            let gradient = gradients.get(variable).expect(name).flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            let start = variable.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            for i in (0..start.len()).step_by(2) {
+                let at = |step: f64| {
+                    let mut values = start.clone();
+                    values[i] += step;
+                    variable.set(&Tensor::from_vec(values, variable.dims(), &Device::Cpu).unwrap()).unwrap();
+                    plain()
+                };
+                let difference = (at(1e-5) - at(-1e-5)) / 2e-5;
+                at(0.0);
+                assert!((difference - gradient[i]).abs() < 1e-8, "{name} {i}: {difference} {}", gradient[i]);
+            }
         }
     }
 

@@ -59,7 +59,7 @@ impl LanguageModel {
             output: or_all(output_dropout),
             weight: recipe.awd.weight_dropout.unwrap_or(0.0),
         };
-        let lstm = Lstm::new(sizes.embedding, &sizes.units(), dropout, vb.pp("lstm"))?;
+        let lstm = Lstm::with_cells(sizes.embedding, &sizes.units(), sizes.cells, dropout, vb.pp("lstm"))?;
         let embedding = candle_nn::embedding(sizes.head.vocab, sizes.embedding, vb.pp("embedding"))?;
         let tied = sizes.tied.then_some(&embedding);
         let output = recipe.output;

@@ -1,4 +1,4 @@
-//! SGD, averaged SGD and Adam behind one `step`, with weight decay, clipping by the global gradient norm, and a state
+//! SGD, averaged SGD, Adam and Adagrad behind one `step`, with weight decay, clipping by the global gradient norm, and a state
 //! that can be saved.
 
 use super::ranks::Ranks;
@@ -17,6 +17,8 @@ pub enum OptimizerKind {
     Adam,
     /// SGD, averaged where the recipe says so.
     Sgd,
+    /// Adagrad (Duchi et al., 2011), whose sums of squared gradients start at one.
+    Adagrad,
 }
 
 const BETA1: f64 = 0.9;
@@ -27,11 +29,21 @@ const EPSILON: f64 = 1e-8;
 /// training resumes exactly.
 pub(crate) struct Optimizer {
     vars: Vec<(String, Var)>,
-    /// Adam's first and second moments, in the order of `vars`.
-    moments: Option<Vec<[Tensor; 2]>>,
+    state: State,
+    /// The beginning of the names of the variables whose gradients are clipped; those of all are, if it is empty.
+    clipped: &'static str,
     average: Option<Average>,
     weight_decay: f64,
     steps: usize,
+}
+
+/// What an optimizer keeps of earlier gradients, in the order of the variables.
+enum State {
+    Sgd,
+    /// The first and the second moment.
+    Adam(Vec<[Tensor; 2]>),
+    /// The sum of the squares.
+    Adagrad(Vec<Tensor>),
 }
 
 /// An average of the parameters after each step.
@@ -71,13 +83,21 @@ impl Optimizer {
     /// Returns an optimizer of all variables.
     pub(crate) fn new(kind: OptimizerKind, weight_decay: f64, varmap: &VarMap) -> Result<Self> {
         let vars = sorted(varmap);
-        let moments = match kind {
-            OptimizerKind::Sgd => None,
-            OptimizerKind::Adam => {
-                Some(vars.iter().map(|(_, var)| Ok([var.zeros_like()?, var.zeros_like()?])).collect::<Result<_>>()?)
+        let state = match kind {
+            OptimizerKind::Sgd => State::Sgd,
+            OptimizerKind::Adam => State::Adam(
+                vars.iter().map(|(_, var)| Ok([var.zeros_like()?, var.zeros_like()?])).collect::<Result<_>>()?,
+            ),
+            OptimizerKind::Adagrad => {
+                State::Adagrad(vars.iter().map(|(_, var)| Ok(var.ones_like()?)).collect::<Result<_>>()?)
             }
         };
-        Ok(Self { vars, moments, average: None, weight_decay, steps: 0 })
+        Ok(Self { vars, state, clipped: "", average: None, weight_decay, steps: 0 })
+    }
+
+    /// Returns the optimizer that clips the gradients of the variables whose names begin like this, by their norm.
+    pub(crate) fn with_clipped(self, names: &'static str) -> Self {
+        Self { clipped: names, ..self }
     }
 
     /// Begins to average: from now on the variables hold the average of the parameters after each step. To train,
@@ -151,14 +171,15 @@ impl Optimizer {
         ranks.all_reduce(gradients, &self.vars)
     }
 
-    /// Takes one step with the gradients scaled so that their global norm is at most `clip` (0: no clipping). Returns
-    /// `false`, without a step, if the norm is not finite.
+    /// Takes one step with the clipped gradients scaled so that their global norm is at most `clip` (0: no clipping).
+    /// Returns `false`, without a step, if the norm of all is not finite.
     pub(crate) fn step(&mut self, grads: &GradStore, lr: f64, clip: f64) -> Result<bool> {
-        let norm = self.norm(grads)?;
+        let norm = self.norm(grads, "")?;
         if !norm.is_finite() {
             return Ok(false);
         }
-        let scale = if clip > 0.0 { (clip / norm.max(1e-12)).min(1.0) } else { 1.0 };
+        let norm = if self.clipped.is_empty() { norm } else { self.norm(grads, self.clipped)? };
+        let clipped_scale = if clip > 0.0 { (clip / norm.max(1e-12)).min(1.0) } else { 1.0 };
         let given = lr;
         let lr = match &self.average {
             Some(Average { weights: Weights::Equal { lr: Some(before) }, .. }) => *before,
@@ -168,13 +189,26 @@ impl Optimizer {
         let warm1 = 1.0 - BETA1.powi(self.steps as i32);
         let warm2 = 1.0 - BETA2.powi(self.steps as i32);
         let keep = 1.0 - lr * self.weight_decay;
-        for (i, (_, var)) in self.vars.iter().enumerate() {
+        for (i, (name, var)) in self.vars.iter().enumerate() {
             let Some(grad) = grads.get(var) else { continue };
+            let scale = if name.starts_with(self.clipped) { clipped_scale } else { 1.0 };
             let in_place = inplace::supports(var);
             let grad = if in_place { grad.contiguous()? } else { grad.clone() };
-            match &mut self.moments {
-                None => mix(var, keep, &grad, -lr * scale)?,
-                Some(moments) if in_place => {
+            match &mut self.state {
+                State::Sgd => mix(var, keep, &grad, -lr * scale)?,
+                State::Adagrad(sums) if in_place => {
+                    sums[i].inplace_op2(&grad, &Decay { keep: 1.0, scale: (scale * scale) as f32, squared: true })?;
+                    if keep < 1.0 {
+                        mix(var, keep, &grad, 0.0)?;
+                    }
+                    let rate = (lr * scale) as f32;
+                    var.inplace_op3(&grad, &sums[i], &Descend { rate, correction: 1.0, epsilon: 0.0 })?;
+                }
+                State::Adagrad(sums) => {
+                    sums[i] = (&sums[i] + (grad.sqr()? * (scale * scale))?)?;
+                    mix(var, keep, &grad.div(&sums[i].sqrt()?)?, -lr * scale)?;
+                }
+                State::Adam(moments) if in_place => {
                     let [first, second] = &moments[i];
                     let (keep1, gain) = (BETA1 as f32, (scale * (1.0 - BETA1)) as f32);
                     first.inplace_op2(&grad, &Decay { keep: keep1, scale: gain, squared: false })?;
@@ -186,7 +220,7 @@ impl Optimizer {
                     let (rate, correction) = ((lr / warm1) as f32, (1.0 / warm2) as f32);
                     var.inplace_op3(first, second, &Descend { rate, correction, epsilon: EPSILON as f32 })?;
                 }
-                Some(moments) => {
+                State::Adam(moments) => {
                     let [first, second] = &mut moments[i];
                     *first = ((&*first * BETA1)? + (&grad * (scale * (1.0 - BETA1)))?)?;
                     *second = ((&*second * BETA2)? + (grad.sqr()? * (scale * scale * (1.0 - BETA2)))?)?;
@@ -214,10 +248,11 @@ impl Optimizer {
         Ok(true)
     }
 
-    fn norm(&self, grads: &GradStore) -> Result<f64> {
+    /// Computes the norm of the gradients of the variables whose names begin like this.
+    fn norm(&self, grads: &GradStore, names: &str) -> Result<f64> {
         let mut sum = 0f64;
         let mut elsewhere = vec![]; // read back from the GPU together: each read synchronizes
-        for (_, var) in &self.vars {
+        for (_, var) in self.vars.iter().filter(|(name, _)| name.starts_with(names)) {
             match grads.get(var) {
                 Some(grad) if inplace::supports(grad) => sum += inplace::square_sum(grad)?,
                 Some(grad) => elsewhere.push(grad.sqr()?.sum_all()?.to_dtype(DType::F32)?),
@@ -235,12 +270,21 @@ impl Optimizer {
         self.steps
     }
 
-    /// Returns Adam's moments, and the parameters of the last step if the variables are their average; by name.
+    /// Returns what is kept of earlier gradients, and the parameters of the last step if the variables are their average; by name.
     pub(crate) fn state(&self) -> HashMap<String, Tensor> {
         let mut state = HashMap::new();
-        for ((name, _), [first, second]) in self.vars.iter().zip(self.moments.iter().flatten()) {
-            state.insert(format!("adam.first.{name}"), first.clone());
-            state.insert(format!("adam.second.{name}"), second.clone());
+        for (i, (name, _)) in self.vars.iter().enumerate() {
+            match &self.state {
+                State::Sgd => {}
+                State::Adam(moments) => {
+                    let [first, second] = &moments[i];
+                    state.insert(format!("adam.first.{name}"), first.clone());
+                    state.insert(format!("adam.second.{name}"), second.clone());
+                }
+                State::Adagrad(sums) => {
+                    state.insert(format!("adagrad.{name}"), sums[i].clone());
+                }
+            }
         }
         for ((name, _), last) in self.vars.iter().zip(self.average.iter().flat_map(|average| &average.other)) {
             state.insert(format!("asgd.last.{name}"), last.clone());
@@ -268,8 +312,14 @@ impl Optimizer {
             Some(tensor) => Ok(tensor.copy()?),
             None => Err::<_, Box<dyn std::error::Error>>(format!("the checkpoint has no tensor {name}").into()),
         };
-        for ((name, _), moments) in self.vars.iter().zip(self.moments.iter_mut().flatten()) {
-            *moments = [get(format!("adam.first.{name}"))?, get(format!("adam.second.{name}"))?];
+        for (i, (name, _)) in self.vars.iter().enumerate() {
+            match &mut self.state {
+                State::Sgd => {}
+                State::Adam(moments) => {
+                    moments[i] = [get(format!("adam.first.{name}"))?, get(format!("adam.second.{name}"))?];
+                }
+                State::Adagrad(sums) => sums[i] = get(format!("adagrad.{name}"))?,
+            }
         }
         self.average = match checkpoint.optional("asgd.steps")? {
             Some(steps) => Some(Average {

@@ -103,6 +103,9 @@ recipe! {
     /// LSTM units per layer, or the width of a Transformer
     #[arg(long, value_parser = positive)]
     hidden: usize = 256,
+    /// Cells of each LSTM layer, whose outputs are projected to its units; 0: as many as units, without a projection
+    #[arg(long)]
+    cells: usize = 0,
     /// Activation of the contexts
     #[arg(long, value_parser = activation())]
     activation: ContextActivation = ContextActivation::Tanh,
@@ -136,6 +139,9 @@ recipe! {
     /// Largest global gradient norm, 0 for no clipping
     #[arg(long, value_parser = not_negative)]
     clip: f64 = 1.0,
+    /// Whether the gradients of the LSTM are clipped alone, by their own norm
+    #[arg(long, value_name = "BOOL")]
+    clip_lstm: bool = false,
     /// Dropout: locked, of LSTM inputs, hidden states and contexts; or of a Transformer's embeddings and sublayers
     #[arg(long, value_parser = below_one)]
     dropout: f64 = 0.0,
@@ -164,6 +170,7 @@ impl Recipe {
             hidden: checkpoint.get("hidden")?,
             embedding: Some(checkpoint.get("embedding")?),
             layers: checkpoint.get("layers")?,
+            cells: checkpoint.optional("cells")?.unwrap_or(0),
             ..Recipe::BASE
         };
         if kind != HeadKind::Softmax {

@@ -4,7 +4,7 @@ use super::model::{Model, Pass};
 use super::optimizer::{Optimizer, OptimizerKind};
 use super::train::{evaluate_on, train_epoch, End, Epoch, Progress};
 use super::{leg::Leg, ranks::Ranks, recipe::Recipe, results};
-use crate::layers::{Checkpoint, HeadKind};
+use crate::layers::{init::sorted, Checkpoint, HeadKind};
 use crate::{data::Data, show::progress, Result};
 use indicatif::ProgressBar;
 use std::path::Path;
@@ -55,7 +55,11 @@ impl<M: Model> Session<M> {
             }
         }
         let weight_decay = recipe.awd.weight_decay.unwrap_or(0.0);
-        let mut optimizer = Optimizer::new(recipe.optimizer, weight_decay, model.varmap())?;
+        let clipped = if recipe.clip_lstm { "lstm." } else { "" };
+        if !sorted(model.varmap()).iter().any(|(name, _)| name.starts_with(clipped)) {
+            return Err("--clip-lstm is for a model with an LSTM".into());
+        }
+        let mut optimizer = Optimizer::new(recipe.optimizer, weight_decay, model.varmap())?.with_clipped(clipped);
         if recipe.average > 0 && (recipe.finetune || recipe.awd.nonmono.is_some()) {
             return Err("--average is another average than that of --finetune and --nonmono".into());
         }

@@ -15,6 +15,8 @@ pub struct Sizes {
     pub layers: usize,
     /// LSTM units of the layers below the last, which has `head.hidden`.
     pub inner: usize,
+    /// The number of cells of each layer, if their outputs are projected to its units.
+    pub cells: Option<usize>,
     /// Whether the decoder is the embedding, which then is as wide as the contexts.
     pub tied: bool,
 }
@@ -25,7 +27,8 @@ impl Sizes {
     pub fn new(kind: HeadKind, recipe: &Recipe, vocab: usize) -> Self {
         let (head, inner) = (recipe.head(vocab), recipe.awd.inner.unwrap_or(recipe.hidden));
         let (embedding, layers, tied) = (recipe.embedding(), recipe.layers, recipe.awd.tied());
-        let sizes = Sizes { head, embedding, layers, inner, tied };
+        let cells = (recipe.cells > 0).then_some(recipe.cells);
+        let sizes = Sizes { head, embedding, layers, inner, cells, tied };
         let with_context_dim = |context| Sizes { head: HeadSizes { context, ..head }, embedding: context, ..sizes };
         match (tied, kind, recipe.context) {
             (false, ..) => sizes,
@@ -55,7 +58,11 @@ impl Sizes {
     pub fn parameters(self, kind: HeadKind) -> usize {
         let Sizes { head, embedding, .. } = self;
         let widths = [vec![embedding], self.units()].concat();
-        let lstm: usize = widths.windows(2).map(|pair| 4 * pair[1] * (pair[0] + pair[1] + 2)).sum();
+        let layer = |inputs: usize, units: usize| match self.cells {
+            None => 4 * units * (inputs + units + 2),
+            Some(cells) => 4 * cells * (inputs + units + 2) + cells * units,
+        };
+        let lstm: usize = widths.windows(2).map(|pair| layer(pair[0], pair[1])).sum();
         let shared = if self.tied { head.vocab * embedding } else { 0 };
         head.vocab * embedding + lstm + head.parameters(kind) - shared
     }
@@ -73,10 +80,13 @@ impl Sizes {
     /// Returns the settings that a checkpoint must match, by the names of their flags.
     pub fn settings(self, kind: HeadKind) -> Vec<(&'static str, String)> {
         let mut settings = self.head.settings(kind);
-        let Sizes { embedding, layers, inner, tied, .. } = self;
+        let Sizes { embedding, layers, inner, cells, tied, .. } = self;
         settings.extend([("embedding", embedding.to_string()), ("layers", layers.to_string())]);
         if layers > 1 && inner != self.head.hidden {
             settings.push(("inner", inner.to_string()));
+        }
+        if let Some(cells) = cells {
+            settings.push(("cells", cells.to_string()));
         }
         if tied {
             settings.push(("tied", "true".into()));
@@ -117,6 +127,7 @@ impl InitialValues {
                 Some(0) | None => even_bound(embedding),
                 Some(layer) => even_bound(sizes.units()[layer - 1]),
             },
+            (InitialValues::Even, name) if name.ends_with("weight_hr_l0") => even_bound(sizes.cells.unwrap_or(units)),
             (InitialValues::Even, _) => even_bound(units),
         }
     }

@@ -244,6 +244,7 @@ impl Args {
                 (OptimizerKind::Sgd, _) => 20.0,
                 (OptimizerKind::Adam, true) => 0.001,
                 (OptimizerKind::Adam, false) => 0.03,
+                (OptimizerKind::Adagrad, _) => 0.2,
             };
             defaults.awd.nonmono = None;
         }

@@ -10,10 +10,10 @@ fn variable(values: &Tensor, dtype: DType) -> (Var, VarMap) {
 }
 
 /// Returns a variable after 20 steps that minimize the sum of its fourth powers.
-fn trained(dtype: DType, device: &Device) -> Vec<f32> {
+fn trained(kind: OptimizerKind, dtype: DType, device: &Device) -> Vec<f32> {
     let values = Tensor::new(&[[0.5f32, -2.0, 3.0], [0.1, 4.0, -0.3]], device).unwrap();
     let (var, varmap) = variable(&values, dtype);
-    let mut optimizer = Optimizer::new(OptimizerKind::Adam, 0.0, &varmap).unwrap();
+    let mut optimizer = Optimizer::new(kind, 0.0, &varmap).unwrap();
     for _ in 0..20 {
         let sum = var.sqr().unwrap().sqr().unwrap().sum_all().unwrap();
         optimizer.step(&sum.backward().unwrap(), 0.05, 0.7).unwrap();
@@ -22,17 +22,57 @@ fn trained(dtype: DType, device: &Device) -> Vec<f32> {
 }
 
 #[test]
-fn adam_in_place_equals_adam_from_ordinary_operations() {
-    let in_place = trained(DType::F32, &Device::Cpu);
-    // All but f32 on the CPU uses the ordinary operations.
-    let mut ordinary = vec![trained(DType::F64, &Device::Cpu)];
-    let devices = DeviceKind::value_variants().iter().filter_map(|kind| kind.open().ok());
-    ordinary.extend(devices.map(|device| trained(DType::F32, &device)));
-    for values in ordinary {
-        for (a, b) in in_place.iter().zip(&values) {
-            assert!((a - b).abs() < 1e-4, "{in_place:?} {values:?}");
+fn updates_in_place_equal_those_from_ordinary_operations() {
+    for kind in [OptimizerKind::Adam, OptimizerKind::Adagrad] {
+        let in_place = trained(kind, DType::F32, &Device::Cpu);
+        // All but f32 on the CPU uses the ordinary operations.
+        let mut ordinary = vec![trained(kind, DType::F64, &Device::Cpu)];
+        let devices = DeviceKind::value_variants().iter().filter_map(|kind| kind.open().ok());
+        ordinary.extend(devices.map(|device| trained(kind, DType::F32, &device)));
+        for values in ordinary {
+            for (a, b) in in_place.iter().zip(&values) {
+                assert!((a - b).abs() < 1e-4, "{kind:?} {in_place:?} {values:?}");
+            }
         }
     }
+}
+
+/// A step of Adagrad divides by the root of one and the squares of all gradients so far.
+#[test]
+fn adagrad_follows_its_equation() {
+    let (var, varmap) = variable(&Tensor::new(&[2f64, -4.0], &Device::Cpu).unwrap(), DType::F64);
+    let mut optimizer = Optimizer::new(OptimizerKind::Adagrad, 0.0, &varmap).unwrap();
+    let (mut values, mut sums) = ([2.0, -4.0], [1.0, 1.0]);
+    for _ in 0..5 {
+        let gradients = var.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        optimizer.step(&gradients, 0.2, 0.0).unwrap();
+        for (value, sum) in values.iter_mut().zip(&mut sums) {
+            let gradient: f64 = 2.0 * *value;
+            *sum += gradient * gradient;
+            *value -= 0.2 * gradient / f64::sqrt(*sum);
+        }
+        let found = var.to_vec1::<f64>().unwrap();
+        assert!(found.iter().zip(values).all(|(a, b)| (a - b).abs() < 1e-12), "{found:?} {values:?}");
+    }
+}
+
+#[test]
+fn gradients_can_be_clipped_where_names_begin_alike() {
+    let varmap = VarMap::new();
+    let [inside, outside] = ["lstm.0", "head.0"].map(|name| {
+        let var = Var::from_tensor(&Tensor::new(&[3f64, 4.0], &Device::Cpu).unwrap()).unwrap();
+        varmap.data().lock().unwrap().insert(name.into(), var.clone());
+        var
+    });
+    let mut optimizer = Optimizer::new(OptimizerKind::Sgd, 0.0, &varmap).unwrap().with_clipped("lstm.");
+    // The gradients are the values, of norm 5 each.
+    let half_squares = (inside.sqr().unwrap() + outside.sqr().unwrap()).unwrap().sum_all().unwrap() * 0.5;
+    optimizer.step(&half_squares.unwrap().backward().unwrap(), 1.0, 1.0).unwrap();
+    let close = |var: &Var, expected: [f64; 2]| {
+        assert!(var.to_vec1::<f64>().unwrap().iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{var:?}");
+    };
+    close(&inside, [2.4, 3.2]);
+    close(&outside, [0.0, 0.0]);
 }
 
 /// The values of golden/asgd.py, in f32 with updates in place and in f64 with ordinary operations.
@@ -94,7 +134,7 @@ fn a_polynomial_average_weights_step_t_by_a_power_of_t() {
 #[test]
 fn weight_decay_is_that_of_every_optimizer() {
     for (kind, dtype) in
-        [OptimizerKind::Sgd, OptimizerKind::Adam].iter().flat_map(|kind| [(*kind, DType::F32), (*kind, DType::F64)])
+        OptimizerKind::value_variants().iter().flat_map(|kind| [(*kind, DType::F32), (*kind, DType::F64)])
     {
         let (var, varmap) = variable(&Tensor::new(&[2f64, -4.0], &Device::Cpu).unwrap(), dtype);
         let mut optimizer = Optimizer::new(kind, 0.1, &varmap).unwrap();

@@ -33,7 +33,7 @@ fn load(path: &Path) -> Checkpoint {
 
 #[test]
 fn resumed_training_equals_uninterrupted_training() {
-    for optimizer in [OptimizerKind::Sgd, OptimizerKind::Adam] {
+    for optimizer in [OptimizerKind::Sgd, OptimizerKind::Adam, OptimizerKind::Adagrad] {
         let mut whole = session(2, optimizer, 2);
         whole.run(None, None, None).expect("trains");
 

@@ -84,7 +84,7 @@ impl HeadSizes {
     }
 
     /// Returns the number of parameters of a head with these sizes.
-    pub(crate) fn parameters(self, kind: HeadKind) -> usize {
+    pub fn parameters(self, kind: HeadKind) -> usize {
         let HeadSizes { vocab, hidden, context, components, .. } = self;
         match kind {
             HeadKind::Softmax => vocab * (hidden + 1),

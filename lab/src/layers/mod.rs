@@ -14,9 +14,11 @@ mod recurrence;
 mod recurrence_cpu;
 pub mod recurrent;
 pub mod recurrent_decoder;
+pub(crate) mod spelled;
 pub mod transformer;
 
 pub use attention::{Attention, Memory};
 pub use checkpoint::Checkpoint;
 pub use head::{HeadKind, HeadSizes};
-pub use output::{Entries, Output, OutputKind};
+pub use output::{Entries, Noise, Output, OutputKind};
+pub use spelled::CnnSize;

@@ -2,10 +2,11 @@
 //! rows computed from spellings, or a vocabulary of two levels.
 
 use super::head::{HeadKind, HeadSizes};
+use super::spelled::{CnnSize, Inputs};
 use crate::{show::values::name, Result};
 use candle_nn::{Embedding, VarBuilder};
 use clap::ValueEnum;
-use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::parts::CharCnn;
 use mos_head::sampled::NoiseDistribution;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
@@ -50,13 +51,31 @@ impl OutputKind {
     }
 }
 
-/// `--output` and its sizes.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// The distribution that negatives are drawn from, without replacement.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Noise {
+    /// The words' frequencies in the training text
+    #[default]
+    Unigram,
+    /// log((r + 2) / (r + 1)) for the word of rank r by frequency, in proportion
+    LogUniform,
+}
+
+/// `--output` and its sizes, and what the inputs are.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Output {
     /// The kind of the output between the head and its vocabulary.
     pub kind: OutputKind,
     /// The number of negatives. `None` stands for a tenth of the vocabulary, and at least 16.
     pub samples: Option<usize>,
+    /// The distribution of the negatives.
+    pub noise: Noise,
+    /// Whether the inputs are computed from spellings.
+    pub spelled_inputs: bool,
+    /// The sizes of the networks from spellings.
+    pub cnn: CnnSize,
+    /// The dimensions of the correction of each row of `--output char-cnn`.
+    pub correction: usize,
 }
 
 /// The entries of a vocabulary have a spelling each, and a count in the training text.
@@ -79,11 +98,41 @@ impl Entries {
 
 impl Output {
     /// The whole vocabulary.
-    pub const FULL: Output = Output { kind: OutputKind::Full, samples: None };
+    pub const FULL: Output = Output {
+        kind: OutputKind::Full,
+        samples: None,
+        noise: Noise::Unigram,
+        spelled_inputs: false,
+        cnn: CnnSize::Small,
+        correction: 32,
+    };
 
     /// Returns the output's name in results.
     pub(crate) fn name(self) -> String {
         name(&self.kind)
+    }
+
+    /// Returns the settings that a checkpoint must match, by the names of their flags.
+    pub(crate) fn settings(self) -> Vec<(&'static str, String)> {
+        let has_rows = self.kind == OutputKind::CharCnn;
+        let settings = [
+            (self.kind != OutputKind::Full, "output", self.name()),
+            (self.spelled_inputs, "spelled-inputs", "true".into()),
+            (self.cnn != CnnSize::Small, "cnn", name(&self.cnn)),
+            (has_rows && self.correction != Output::FULL.correction, "correction", self.correction.to_string()),
+        ];
+        settings.into_iter().filter(|(is_set, ..)| *is_set).map(|(_, name, value)| (name, value)).collect()
+    }
+
+    /// Returns the inputs of a model of these entries: a table that the decoder may share, or a network.
+    pub(crate) fn inputs(self, vocab: usize, width: usize, entries: &Entries, vb: &VarBuilder) -> Result<Inputs> {
+        if !self.spelled_inputs {
+            return Ok(Inputs::Table(candle_nn::embedding(vocab, width, vb.pp("embedding"))?));
+        }
+        if entries.words.len() != vocab {
+            return Err("--spelled-inputs needs the words of the vocabulary".into());
+        }
+        Ok(Inputs::Spelled(CharCnn::new(&self.cnn.config(width, 0), &entries.words, vb.pp("inputs"))?))
     }
 
     /// Returns a head of `sizes` on this output. If an embedding is given, the decoder shares its weight.
@@ -120,7 +169,7 @@ impl Output {
             _ if is_whole => sizes.build(kind, dropout, tied, vb),
             OutputKind::CharCnn => {
                 let width = if kind == HeadKind::Softmax { hidden } else { sizes.context };
-                let cnn = CharCnn::new(&char_cnn(width), &entries.words, vb.pp("rows"))?;
+                let cnn = CharCnn::new(&self.cnn.config(width, self.correction), &entries.words, vb.pp("rows"))?;
                 Ok(match kind {
                     HeadKind::Softmax => {
                         Box::new(SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(hidden, vocab), cnn, vb)?)
@@ -148,7 +197,7 @@ impl Output {
     pub(crate) fn noise(self, entries: &Entries) -> Result<Option<NoiseDistribution>> {
         match self.kind {
             OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn => {
-                Ok(Some(NoiseDistribution::unigram(&entries.counts)?))
+                Ok(Some(NoiseDistribution::unigram(&self.noise.counts(entries))?))
             }
             _ => Ok(None),
         }
@@ -165,9 +214,18 @@ impl Output {
     }
 }
 
-/// Returns the network of `--output char-cnn`, for rows of this size.
-pub(crate) fn char_cnn(context: usize) -> CharCnnConfig {
-    CharCnnConfig::new(context).with_correction(32)
+impl Noise {
+    /// Returns numbers in proportion to the probabilities of the entries.
+    fn counts(self, entries: &Entries) -> Vec<f64> {
+        if self == Noise::Unigram {
+            return entries.counts.clone();
+        }
+        let mut ids: Vec<usize> = (0..entries.counts.len()).collect();
+        ids.sort_by(|&a, &b| entries.counts[b].total_cmp(&entries.counts[a]));
+        let mut counts = vec![0.0; ids.len()];
+        ids.iter().enumerate().for_each(|(rank, &id)| counts[id] = (1.0 / (rank as f64 + 1.0)).ln_1p());
+        counts
+    }
 }
 
 /// Returns the cutoffs of the adaptive softmax: a tenth and four tenths of the vocabulary.
@@ -197,7 +255,7 @@ mod tests {
     }
 
     fn output(kind: OutputKind) -> Output {
-        Output { kind, samples: Some(7) }
+        Output { kind, samples: Some(7), ..Output::FULL }
     }
 
     /// Returns a head on an output, with its variables.

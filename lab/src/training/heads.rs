@@ -208,7 +208,7 @@ mod tests {
         let words: Vec<String> = (0..7).map(|id| format!("w{id}")).collect();
         let entries = Entries::count(&words, &text);
         let data = Data::new("squares".into(), ["a"], text.clone(), text);
-        let output = Output { kind: OutputKind::Nce, samples: Some(3) };
+        let output = Output { kind: OutputKind::Nce, samples: Some(3), ..Output::FULL };
         let recipe = Recipe { hidden: 4, context: Some(3), epochs: 1, output, ..Recipe::BASE };
         let build = |kind, recipe: &Recipe| {
             let sizes = Sizes::new(kind, recipe, 7);

@@ -5,11 +5,11 @@ use super::sizes::{InitialValues, Sizes};
 use super::{awd::Awd, ranks::Ranks, recipe::Recipe};
 use crate::data::{insert_table, Streams, Window, IGNORED};
 use crate::layers::recurrent::{self, Lstm, LstmDropout, Outputs};
-use crate::layers::{dropout, init, Checkpoint, Entries, HeadKind, Output};
+use crate::layers::{dropout, init, spelled::Inputs, Checkpoint, Entries, HeadKind, Output};
 use crate::Result;
-use candle_core::{DType, Device, Module, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::rnn::LSTMState;
-use candle_nn::{Embedding, VarBuilder, VarMap};
+use candle_nn::{VarBuilder, VarMap};
 use mos_codes::CodeTable;
 use mos_head::sampled::NoiseDistribution;
 use mos_head::LossOptions;
@@ -20,7 +20,7 @@ use std::collections::HashMap;
 pub struct LanguageModel {
     kind: HeadKind,
     sizes: Sizes,
-    embedding: Embedding,
+    inputs: Inputs,
     /// Dropout of whole rows of the embedding.
     embedding_dropout: f64,
     lstm: Lstm,
@@ -60,16 +60,20 @@ impl LanguageModel {
             weight: recipe.awd.weight_dropout.unwrap_or(0.0),
         };
         let lstm = Lstm::with_cells(sizes.embedding, &sizes.units(), sizes.cells, dropout, vb.pp("lstm"))?;
-        let embedding = candle_nn::embedding(sizes.head.vocab, sizes.embedding, vb.pp("embedding"))?;
-        let tied = sizes.tied.then_some(&embedding);
         let output = recipe.output;
+        let inputs = output.inputs(sizes.head.vocab, sizes.embedding, entries, &vb)?;
+        let tied = match &inputs {
+            Inputs::Table(embedding) => sizes.tied.then_some(embedding),
+            Inputs::Spelled(_) if sizes.tied => return Err("--tied needs an embedding: not --spelled-inputs".into()),
+            Inputs::Spelled(_) => None,
+        };
         let head = output.build(kind, sizes.head, or_all(context_dropout), tied, entries, vb.pp("head"))?;
         init::uniform(&varmap, recipe.seed, |name| values.bound(name, kind, sizes))?;
         sizes.head.start_alike(&varmap, recipe.spread)?;
         Ok(Self {
             kind,
             sizes,
-            embedding,
+            inputs,
             embedding_dropout: recipe.awd.embedding_dropout.unwrap_or(0.0),
             lstm,
             output,
@@ -105,6 +109,9 @@ impl LanguageModel {
         if let Some(output) = checkpoint.optional::<String>("output")?.filter(|name| name != "sampled" && name != "nce")
         {
             return Err(format!("the checkpoint has --output {output}, which can be resumed but not evaluated").into());
+        }
+        if checkpoint.optional::<String>("spelled-inputs")?.is_some() {
+            return Err("the checkpoint has --spelled-inputs, which can be resumed but not evaluated".into());
         }
         let awd = Awd { inner: checkpoint.optional("inner")?, tied: checkpoint.optional("tied")?, ..Awd::NONE };
         let recipe = Recipe { awd, ..Recipe::from_checkpoint(kind, checkpoint)? };
@@ -152,7 +159,7 @@ impl LanguageModel {
     /// Computes the hidden states as `hidden` does, before and after the last dropout. Dropout is applied if a
     /// generator for its masks is given.
     fn outputs(&self, ids: &Tensor, states: &mut [LSTMState], mut rng: Option<&mut StdRng>) -> Result<Outputs> {
-        let mut inputs = self.embedding.forward(ids)?;
+        let mut inputs = self.inputs.forward(ids)?;
         // The mask of the vocabulary's rows, at the rows that occur.
         let vocab = self.sizes.head.vocab;
         if let Some(mask) = dropout::mask(&[vocab], self.embedding_dropout, self.device(), rng.as_deref_mut())? {
@@ -213,9 +220,7 @@ impl Model for LanguageModel {
 
     fn settings(&self) -> Vec<(&'static str, String)> {
         let mut settings = self.sizes.settings(self.kind);
-        if self.output != Output::FULL {
-            settings.push(("output", self.output.name()));
-        }
+        settings.extend(self.output.settings());
         settings
     }
 

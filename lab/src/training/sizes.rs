@@ -1,7 +1,8 @@
 //! The sizes of a language model, and the scale of its initial values.
 
 use super::recipe::Recipe;
-use crate::layers::{output::char_cnn, HeadKind, HeadSizes};
+use crate::layers::{HeadKind, HeadSizes, Output, OutputKind};
+use crate::Result;
 use mos_head::parts::CharCnnConfig;
 
 /// The sizes of a language model.
@@ -17,6 +18,8 @@ pub struct Sizes {
     pub inner: usize,
     /// The number of cells of each layer, if their outputs are projected to its units.
     pub cells: Option<usize>,
+    /// The output between the head and its vocabulary, and what the inputs are.
+    pub output: Output,
     /// Whether the decoder is the embedding, which then is as wide as the contexts.
     pub tied: bool,
 }
@@ -28,7 +31,7 @@ impl Sizes {
         let (head, inner) = (recipe.head(vocab), recipe.awd.inner.unwrap_or(recipe.hidden));
         let (embedding, layers, tied) = (recipe.embedding(), recipe.layers, recipe.awd.tied());
         let cells = (recipe.cells > 0).then_some(recipe.cells);
-        let sizes = Sizes { head, embedding, layers, inner, cells, tied };
+        let sizes = Sizes { head, embedding, layers, inner, cells, output: recipe.output, tied };
         let with_context_dim = |context| Sizes { head: HeadSizes { context, ..head }, embedding: context, ..sizes };
         match (tied, kind, recipe.context) {
             (false, ..) => sizes,
@@ -65,6 +68,30 @@ impl Sizes {
         let lstm: usize = widths.windows(2).map(|pair| layer(pair[0], pair[1])).sum();
         let shared = if self.tied { head.vocab * embedding } else { 0 };
         head.vocab * embedding + lstm + head.parameters(kind) - shared
+    }
+
+    /// Returns the number of parameters of a model with this output and these inputs, whose words have this many
+    /// different characters, without making it.
+    pub fn described(self, kind: HeadKind, characters: usize) -> Result<usize> {
+        let Sizes { head, embedding, output, tied, .. } = self;
+        let is_described =
+            matches!(output.kind, OutputKind::Full | OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
+        if !is_described || tied && output.spelled_inputs {
+            return Err(
+                format!("--describe is not for --output {}, or --tied with --spelled-inputs", output.name()).into()
+            );
+        }
+        let mut parameters = self.parameters(kind);
+        if output.spelled_inputs {
+            parameters -= head.vocab * embedding;
+            parameters += output.cnn.parameters(embedding, 0, head.vocab, characters);
+        }
+        if output.kind == OutputKind::CharCnn {
+            let width = head.decoder_width(kind);
+            parameters -= head.vocab * width;
+            parameters += output.cnn.parameters(width, output.correction, head.vocab, characters);
+        }
+        Ok(parameters)
     }
 
     /// Returns these sizes with as many LSTM units, the same in all layers, as bring the parameters closest to
@@ -113,8 +140,8 @@ impl InitialValues {
         let even_bound = |inputs: usize| (3.0 / inputs as f64).sqrt();
         let layer = name.strip_prefix("lstm.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         let units = layer.map_or(head.hidden, |layer| sizes.units()[layer]);
-        if let Some(name) = name.strip_prefix("head.rows.") {
-            return row_network_bound(name);
+        if let Some(name) = name.strip_prefix("head.rows.").or_else(|| name.strip_prefix("inputs.")) {
+            return row_network_bound(name, sizes.output);
         }
         match (self, name) {
             (_, name) if name.ends_with("decoder.bias") => 0.0,
@@ -135,8 +162,8 @@ impl InitialValues {
 
 /// Initial values of a network from spellings to rows, as the library has them, except the gates' biases, which are
 /// zero.
-fn row_network_bound(name: &str) -> f64 {
-    let CharCnnConfig { embedding, filters, correction, .. } = char_cnn(1);
+fn row_network_bound(name: &str, output: Output) -> f64 {
+    let CharCnnConfig { embedding, filters, correction, .. } = output.cnn.config(1, output.correction);
     let channels: usize = filters.iter().map(|(_, channels)| channels).sum();
     let inputs = match name {
         "embedding.weight" => 1,

@@ -1,5 +1,6 @@
 //! The flags, with one set of defaults for the built-in language and one for real text.
 
+use crate::output::OutputFlags;
 use crate::spelling::{self, SpellFlags};
 use crate::{cache::CacheSettings, dynamic::DynamicSettings, evaluate::Evaluation, presets::Preset};
 use clap::Parser;
@@ -47,15 +48,15 @@ const TEXT: Recipe = Recipe {
 pub(crate) struct Args {
     /// Folder with train.txt, valid.txt and optionally test.txt (whitespace tokens), or in place of each with a folder
     /// of that name, of many files; without it, a built-in language
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", group = "vocabulary")]
     pub(crate) data: Option<PathBuf>,
     /// Keep the N words that occur most in training, `<unk>` and `<eos>` among them; all others become `<unk>`
     #[arg(long, value_name = "N", value_parser = positive, requires = "data")]
     pub(crate) words: Option<usize>,
     /// The sizes and the recipe of a paper, AWD-LSTM included, or `small`: its regularisers on 5 million parameters.
     /// Other flags change them
-    #[arg(long, value_enum, requires = "data")]
-    preset: Option<Preset>,
+    #[arg(long, value_enum, requires = "vocabulary")]
+    pub(crate) preset: Option<Preset>,
     /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves
     #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "search", "unigram_bias"])]
     pub(crate) finetune: Option<PathBuf>,
@@ -63,12 +64,11 @@ pub(crate) struct Args {
     /// does
     #[arg(long)]
     pub(crate) unigram_bias: bool,
-    /// What lies between the head and the vocabulary
-    #[arg(long, value_enum, default_value = "full")]
-    output: OutputKind,
-    /// Number of negatives of a sampled output [default: a tenth of the vocabulary]
-    #[arg(long, value_name = "N", value_parser = positive)]
-    samples: Option<usize>,
+    /// Print the number of parameters that each head has for N words of 256 characters, and end
+    #[arg(long, value_name = "N", value_parser = positive, group = "vocabulary")]
+    pub(crate) describe: Option<usize>,
+    #[command(flatten)]
+    output: OutputFlags,
     #[command(flatten)]
     pub(crate) tables: TableFlags,
     /// Steps of backpropagation through time [default: 4; real text: 35]
@@ -101,7 +101,7 @@ pub(crate) struct Args {
 struct EvaluationFlags {
     /// Evaluate a checkpoint of this program, or a released one, instead of training
     #[arg(long, value_name = "FILE", conflicts_with_all = [
-        "RecipeFlags", "Awd", "bptt", "output", "samples", "unigram_bias", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
+        "RecipeFlags", "Awd", "bptt", "OutputFlags", "unigram_bias", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
     ])]
     evaluate: Option<PathBuf>,
     /// Also with dynamic evaluation
@@ -172,7 +172,7 @@ impl Args {
             Some(_) => self.common.or_head("softmax"),
             None => self.common.or_head(self.preset.map_or("all", Preset::head)),
         };
-        flags.without(|kind| self.output.reason_against(kind))
+        flags.without(|kind| self.output().kind.reason_against(kind))
     }
 
     /// Returns the processes that train: one without --mpi.
@@ -181,7 +181,7 @@ impl Args {
         if !self.mpi {
             return Ok(Ranks::default());
         }
-        if self.output.is_coded() {
+        if self.output().kind.is_coded() {
             return Err("--mpi is for models of words, not of codes".into());
         }
         Ok(Ranks::new(Arc::new(Mpi::new()?)))
@@ -191,6 +191,13 @@ impl Args {
     #[cfg(not(feature = "mpi"))]
     pub(crate) fn ranks(&self) -> Result<Ranks> {
         Ok(Ranks::default())
+    }
+
+    /// Returns the output of the flags over that of the preset.
+    fn output(&self) -> Output {
+        // A preset that is not valid is an error of `recipe`.
+        let preset = self.preset.and_then(|preset| preset.recipe().ok());
+        self.output.over(preset.map_or(Output::FULL, |recipe| recipe.output))
     }
 
     /// Fails if the preset is for another head.
@@ -208,8 +215,8 @@ impl Args {
     /// Fails if flags contradict each other.
     pub(crate) fn recipe(&self) -> Result<Recipe> {
         let mut defaults = match (self.preset, &self.data) {
-            _ if self.spelling.word().is_some() => spelling::RECIPE,
             (Some(preset), _) => preset.recipe()?,
+            _ if self.spelling.word().is_some() => spelling::RECIPE,
             (None, Some(_)) => TEXT,
             (None, None) => BUILT_IN,
         };
@@ -218,17 +225,23 @@ impl Args {
             defaults.awd = defaults.awd.without_locked_dropout();
         }
         defaults.bptt = self.bptt.unwrap_or(defaults.bptt);
-        defaults.output = Output { kind: self.output, samples: self.samples };
-        let is_sampled = matches!(self.output, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
-        let has_codes = matches!(self.output, OutputKind::HybridLightRnn | OutputKind::Bpe);
-        self.tables.check(has_codes, self.output.is_coded() && self.output != OutputKind::Bpe)?;
-        if self.samples.is_some() && !is_sampled {
-            return Err("--samples is for --output sampled, nce and char-cnn".into());
+        let is_spelling = self.spelling.word().is_some();
+        if let Some(preset) =
+            self.preset.filter(|preset| preset.word().is_some() != is_spelling && self.describe.is_none())
+        {
+            let name = lab::show::values::name(&preset);
+            return Err(format!("--preset {name} is {} --spell", if is_spelling { "not for" } else { "for" }).into());
         }
+        defaults.output = self.output();
+        self.output.check(defaults.output)?;
+        let kind = defaults.output.kind;
+        let is_sampled = matches!(kind, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
+        let has_codes = matches!(kind, OutputKind::HybridLightRnn | OutputKind::Bpe);
+        self.tables.check(has_codes, kind.is_coded() && kind != OutputKind::Bpe)?;
         if is_sampled && self.recipe.label_smoothing.is_some_and(|epsilon| epsilon > 0.0) {
             return Err("--label-smoothing needs the whole vocabulary, not a sample".into());
         }
-        if self.finetune.is_some() && self.output.is_coded() {
+        if self.finetune.is_some() && kind.is_coded() {
             return Err("--finetune is for models of words, not of codes".into());
         }
         if self.finetune.is_some() {

@@ -34,8 +34,10 @@
 mod args;
 mod cache;
 mod codes;
+mod describe;
 mod dynamic;
 mod evaluate;
+mod output;
 mod presets;
 mod released;
 mod report;
@@ -56,6 +58,9 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     args.check_head()?;
+    if let Some(words) = args.describe {
+        return describe::run(args, words);
+    }
     let ranks = args.ranks()?;
     // The error is printed before the process waits for the others to end, because one of them may end this process.
     train(args, &ranks).inspect_err(|error| ranks.report(error.as_ref()))

@@ -1,7 +1,9 @@
 //! The recipes of the papers, and one for a small machine.
 
+use crate::output::OutputFlags;
 use crate::{cache::CacheSettings, dynamic::DynamicSettings};
 use clap::{Parser, ValueEnum};
+use lab::layers::Output;
 use lab::training::{Awd, Recipe, RecipeFlags};
 use lab::Result;
 
@@ -27,6 +29,23 @@ pub(crate) enum Preset {
     BillionSoftmax,
     /// 5 million parameters on 10,000 ids with any head, regularised for a few epochs
     Small,
+    /// One Billion Word Benchmark, LSTM-512-512, 0.82 billion parameters at 793,471 words (Jozefowicz et al., 2016)
+    #[value(name = "limits-lstm-512-512")]
+    LimitsLstm512,
+    /// LSTM-2048-512: 2048 cells, whose outputs are projected to 512 dimensions
+    #[value(name = "limits-lstm-2048-512")]
+    LimitsLstm2048,
+    /// Two layers of LSTM-8192-1024, "BIG LSTM", 1.8 billion parameters
+    #[value(name = "limits-lstm-8192-1024")]
+    LimitsLstm8192,
+    /// The same with inputs from spellings, 1.04 billion parameters
+    LimitsCnnInputs,
+    /// The same with the rows of the decoder from spellings too, 0.29 billion parameters (0.39 with --correction 128)
+    LimitsCnnSoftmax,
+    /// The character LSTM for --spell with a model of limits-cnn-inputs, 0.23 billion parameters together
+    LimitsCharLstm,
+    /// A model of this shape for Penn Treebank and a small machine
+    LimitsSmall,
 }
 
 /// The flags of the released code for Penn Treebank and WikiText-2, but for the regularisers.
@@ -52,6 +71,17 @@ const SMALL: &str =
     "--epochs 6 --components 5 --hidden 300 --inner 400 --layers 2 --batch 20 --bptt 35 --decay 0.7 --dropout 0.1 \
      --weight-dropout 0.1 --embedding-dropout 0.05 --output-dropout 0.2 --random-bptt 10";
 
+/// Adagrad at learning rate 0.2, windows of 20 steps in 128 streams, 8192 negatives for a batch, and a norm of the LSTM's
+/// gradients of at most 1; the paper gives no number of epochs.
+const LIMITS: &str =
+    "--epochs 10 --layers 1 --batch 128 --bptt 20 --lr 0.2 --decay 1 --optimizer adagrad --clip 1 --clip-lstm true \
+     --dropout 0.1 --output sampled --samples 8192 --noise log-uniform";
+const LIMITS_BIG: &str = "--layers 2 --hidden 1024 --cells 8192 --dropout 0.25 --cnn limits";
+const SPELLED: &str = "--spelled-inputs true";
+const LIMITS_SMALL: &str = "--epochs 5 --hidden 192 --cells 512 --batch 20 --samples 1000";
+/// The paper does not give the sizes of its character LSTM.
+const LIMITS_CHARACTERS: &str = "--hidden 1024 --embedding 512 --output full";
+
 /// The flags of a preset; a later one changes an earlier one.
 #[derive(Parser)]
 #[command(no_binary_name = true, args_override_self = true)]
@@ -60,6 +90,8 @@ struct Flags {
     recipe: RecipeFlags,
     #[command(flatten)]
     awd: Awd,
+    #[command(flatten)]
+    output: OutputFlags,
     #[arg(long)]
     bptt: usize,
 }
@@ -77,13 +109,32 @@ impl Preset {
             Preset::BillionMos => ("mos", 20.0, vec![RELEASED, BILLION, "--embedding 900 --context 900"]),
             Preset::BillionSoftmax => ("softmax", 20.0, vec![RELEASED, BILLION]),
             Preset::Small => ("all", 20.0, vec![RELEASED, AWD, SMALL]),
+            Preset::LimitsLstm512 => ("softmax", 20.0, vec![LIMITS, "--hidden 512 --cells 512"]),
+            Preset::LimitsLstm2048 => ("softmax", 20.0, vec![LIMITS, "--hidden 512 --cells 2048"]),
+            Preset::LimitsLstm8192 => ("softmax", 20.0, vec![LIMITS, LIMITS_BIG]),
+            Preset::LimitsCnnInputs => ("softmax", 20.0, vec![LIMITS, LIMITS_BIG, SPELLED]),
+            Preset::LimitsCnnSoftmax => {
+                ("softmax", 20.0, vec![LIMITS, LIMITS_BIG, SPELLED, "--output char-cnn --correction 0"])
+            }
+            Preset::LimitsCharLstm => ("softmax", 20.0, vec![LIMITS, LIMITS_CHARACTERS]),
+            Preset::LimitsSmall => ("softmax", 20.0, vec![LIMITS, LIMITS_SMALL]),
         }
     }
 
-    pub(crate) fn recipe(self) -> Result<Recipe> {
+    fn flags(self) -> Result<Flags> {
         let (_, _, flags) = self.parts();
-        let Flags { recipe, awd, bptt } = Flags::try_parse_from(flags.iter().flat_map(|text| text.split(' ')))?;
-        Ok(recipe.over(Recipe { bptt, awd, ..Recipe::BASE }, Recipe::BASE.seed))
+        Ok(Flags::try_parse_from(flags.iter().flat_map(|text| text.split(' ')))?)
+    }
+
+    pub(crate) fn recipe(self) -> Result<Recipe> {
+        let Flags { recipe, awd, output, bptt } = self.flags()?;
+        let output = output.over(Output::FULL);
+        Ok(recipe.over(Recipe { bptt, awd, output, ..Recipe::BASE }, Recipe::BASE.seed))
+    }
+
+    /// Returns the preset of the word model that this one spells the words of, if it is one for --spell.
+    pub(crate) fn word(self) -> Option<Preset> {
+        (self == Preset::LimitsCharLstm).then_some(Preset::LimitsCnnInputs)
     }
 
     /// Returns the learning rate of finetuning.

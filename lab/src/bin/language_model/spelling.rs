@@ -21,7 +21,7 @@ pub(crate) struct SpellFlags {
     /// Freeze the word model of this checkpoint, and train a character LSTM that spells the next word from its hidden
     /// states; --hidden, --embedding, --head and all other sizes are those of the character LSTM [--head: softmax]
     #[arg(long, value_name = "FILE", conflicts_with_all = [
-        "TableFlags", "Awd", "EvaluationFlags", "preset", "finetune", "unigram_bias", "output", "samples", "generate",
+        "TableFlags", "Awd", "EvaluationFlags", "finetune", "unigram_bias", "OutputFlags", "generate",
     ])]
     spell: Option<PathBuf>,
     /// Random positions of the validation text at which the spellings of the whole vocabulary are summed up; 0 for none

@@ -12,7 +12,7 @@ use candle_core::Device;
 use lab::data::{Corpus, Data};
 use lab::training::{evaluate, heads, Model, Recipe, Session};
 use lab::{show::plot::Axes, Result};
-use model::Speller;
+pub(crate) use model::Speller;
 use report::{Spelled, WordModelResults};
 use spellings::Spellings;
 use std::path::Path;

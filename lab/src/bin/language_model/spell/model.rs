@@ -47,6 +47,12 @@ impl Speller {
         Ok(Self { kind, sizes, word, spellings, embedding, condition, lstm, base })
     }
 
+    /// Returns the number of parameters of a character LSTM of these sizes for hidden states of this size.
+    pub(crate) fn parameters(kind: HeadKind, sizes: Sizes, recipe: &Recipe, hidden: usize) -> usize {
+        // The first layer sees the condition beside the character.
+        sizes.parameters(kind) + 4 * sizes.units()[0] * recipe.hidden + hidden * recipe.hidden
+    }
+
     /// Computes projections `[n, units]` of hidden states `[n, hidden]` of the word model.
     pub(crate) fn conditions(&self, hidden: &Tensor) -> Result<Tensor> {
         Ok(self.condition.forward(hidden)?)

@@ -38,6 +38,7 @@ mod transformer;
 mod vocabulary;
 
 use args::Args;
+use kinds::Task;
 use lab::show::{plot::Axes, Peak};
 use lab::training::{heads, Recipe, Session};
 use lab::{layers::HeadKind, Result};
@@ -96,7 +97,11 @@ fn run(args: &Args) -> Result<()> {
         let encoded = corpus::encode_pairs(scored, &setting.source, &setting.target)?;
         let is_test = scores_of == "test";
         let test_nll = is_test.then(|| score::nll_per_word(session, scored, &encoded)).transpose()?;
-        let scores = score::score(task, &session.model, scored, &encoded, beam)?;
+        let mut scores = score::score(task, &session.model, scored, &encoded, beam)?;
+        if task == Task::Translation && setting.target.kind() == "bpe" {
+            let known = score::bleu_of_known_words(&corpus.train, scored, &scores.found);
+            scores.measures.push(("BLEU known words", known));
+        }
         println!("\n{}", report::samples(scored, &scores, args.samples));
         if let Some(mut file) = found.as_ref() {
             file.write_all(report::found(session.kind, scored, &scores)?.as_bytes())?;

@@ -52,6 +52,17 @@ fn bleu(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
     corpus_bleu(found.iter().zip(pairs).map(|(texts, pair)| (best(texts), [pair.target.as_str()])))
 }
 
+/// Computes BLEU with each word that no text of the training pairs has replaced by an unknown one, which never is that of
+/// a reference: what words outside the vocabulary add to the score of a model of pieces (Kong et al., 2019, table 8).
+pub(crate) fn bleu_of_known_words(train: &[Pair], pairs: &[Pair], found: &[Vec<String>]) -> f64 {
+    let known: HashSet<&str> = train.iter().flat_map(|pair| pair.target.split_whitespace()).collect();
+    let replaced = |texts: &Vec<String>| {
+        let words = best(texts).split_whitespace();
+        vec![words.map(|word| if known.contains(word) { word } else { "<unk>" }).collect::<Vec<_>>().join(" ")]
+    };
+    bleu(pairs, &found.iter().map(replaced).collect::<Vec<_>>())
+}
+
 /// Computes the scores of Zhao et al. (2017): the mean over the hypotheses of the best BLEU with a reference, and the
 /// mean over the references of the best BLEU with a hypothesis. Here every context has one reference.
 fn precision_and_recall(pairs: &[Pair], found: &[Vec<String>]) -> Measures {
@@ -89,6 +100,18 @@ mod tests {
         assert_eq!(measures[0], ("BLEU-1 P", 50.0));
         assert_eq!(measures[1], ("BLEU-1 R", 100.0));
         assert_eq!(exact_match(&pairs, &found), 100.0);
+    }
+
+    #[test]
+    fn words_that_training_did_not_have_are_unknown() {
+        let pair = |target: &str| Pair { source: "x".into(), target: target.into() };
+        let (train, pairs) = ([pair("a man rides a horse")], [pair("a man rides a zebra today")]);
+        let found = [vec!["a man rides a zebra today".to_owned()]];
+        assert_eq!(bleu(&pairs, &found), 100.0);
+        let known = bleu_of_known_words(&train, &pairs, &found);
+        assert_eq!(known, bleu(&pairs, &[vec!["a man rides a <unk> <unk>".to_owned()]]));
+        assert!(known < 100.0);
+        assert_eq!(bleu_of_known_words(&pairs, &pairs, &found), 100.0);
     }
 
     #[test]

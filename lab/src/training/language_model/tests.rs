@@ -1,4 +1,5 @@
 use super::*;
+use crate::layers::OutputKind;
 
 fn recipe(components: usize) -> Recipe {
     Recipe { components, hidden: 4, embedding: Some(3), context: Some(5), ..Recipe::BASE }
@@ -108,4 +109,50 @@ fn a_tied_decoder_is_the_embedding() {
         assert!(!names.iter().any(|name| name == "head.decoder.weight"), "{names:?}");
         assert_eq!(model.parameters(), sizes.parameters(kind), "{kind:?}");
     }
+}
+
+/// Projected states, spelled inputs and rows from spellings: every variable has a gradient, and the number of parameters
+/// is that of the description.
+#[test]
+fn spelled_models_with_projected_states_are_as_described_and_train() {
+    let words: Vec<String> = ["<unk>", "one", "two", "three", "four", "five", "six"].map(String::from).to_vec();
+    let entries = Entries::count(&words, &[1, 2, 3, 1]);
+    for (spelled_inputs, kind) in [
+        (true, OutputKind::Full),
+        (false, OutputKind::CharCnn),
+        (true, OutputKind::CharCnn),
+        (true, OutputKind::Sampled),
+    ] {
+        let output = Output { kind, spelled_inputs, samples: Some(3), correction: 2, ..Output::FULL };
+        let recipe = Recipe { hidden: 5, cells: 9, layers: 2, output, ..Recipe::BASE };
+        let sizes = Sizes::new(HeadKind::Softmax, &recipe, words.len());
+        let device = Device::Cpu;
+        let make =
+            || LanguageModel::with_entries(HeadKind::Softmax, sizes, InitialValues::Even, &recipe, &entries, &device);
+        let model = make().expect("valid sizes");
+        // The characters of the words, and what the network adds to them.
+        let variables = model.varmap().data().lock().unwrap().clone();
+        let rows =
+            ["inputs.embedding.weight", "head.rows.embedding.weight"].iter().find_map(|name| variables.get(*name));
+        let characters = rows.expect("a network").dims()[0];
+        assert_eq!(
+            model.parameters(),
+            sizes.described(HeadKind::Softmax, characters).expect("a description"),
+            "{output:?}"
+        );
+
+        let ids = Tensor::new(&[[1u32, 2, 3], [4, 6, 1]], &device).unwrap();
+        let targets = Tensor::new(&[[2i64, 3, 1], [6, 1, 5]], &device).unwrap();
+        let mut states = model.state(2).expect("a state");
+        let hidden = model.outputs(&ids, &mut states, None).expect("hidden states").dropped;
+        assert_eq!((hidden.dims(), states[0].c.dims()), (&[2, 3, 5][..], &[2, 9][..]));
+        let options = model.options(LossOptions::new(), &mut StdRng::seed_from_u64(1)).expect("options");
+        let gradients = model.head().loss(&hidden, &targets, &options).expect("a loss").backward().unwrap();
+        for (name, variable) in &variables {
+            assert!(gradients.get(variable).is_some(), "{output:?} {name}");
+        }
+    }
+    let recipe = Recipe { output: Output { spelled_inputs: true, ..Output::FULL }, ..Recipe::BASE };
+    let error = LanguageModel::new(HeadKind::Softmax, 7, InitialValues::Even, &recipe, &Device::Cpu).err();
+    assert!(error.expect("no words").to_string().contains("--spelled-inputs"));
 }

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The models of "Exploring the Limits of Language Modeling" in small, on Penn Treebank: words, spelled inputs and the
+# CNN softmax, a sampled softmax and a full one. The same command continues where it stopped.
+#
+#     scripts/limits.sh DIR [OUT]
+#
+# DIR has train.txt and valid.txt; OUT (default: limits) gets the checkpoints and the results. EPOCHS (5) and
+# MINUTES (60, of a leg of each model) change what is run.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[[ $# -ge 1 ]] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 1; }
+data=$1 out=${2:-limits}
+mkdir -p "$out"
+cargo build --release --locked -p lab --bin language_model
+program=${CARGO_TARGET_DIR:-target}/release/language_model
+run() {
+    local name=$1
+    shift
+    echo "== $name"
+    "$program" --data "$data" --preset limits-small --epochs "${EPOCHS:-5}" --minutes "${MINUTES:-60}" \
+        --save "$out/$name.safetensors" --results "$out/$name.jsonl" "$@"
+}
+run words
+run words-full --output full
+run spelled --spelled-inputs true
+run spelled-cnn --spelled-inputs true --output char-cnn --correction 0
+run spelled-cnn-corrected --spelled-inputs true --output char-cnn --correction 32

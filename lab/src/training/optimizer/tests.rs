@@ -37,12 +37,12 @@ fn updates_in_place_equal_those_from_ordinary_operations() {
     }
 }
 
-/// A step of Adagrad divides by the root of one and the squares of all gradients so far.
+/// A step of Adagrad divides by the root of its start and the squares of all gradients so far.
 #[test]
 fn adagrad_follows_its_equation() {
     let (var, varmap) = variable(&Tensor::new(&[2f64, -4.0], &Device::Cpu).unwrap(), DType::F64);
     let mut optimizer = Optimizer::new(OptimizerKind::Adagrad, 0.0, &varmap).unwrap();
-    let (mut values, mut sums) = ([2.0, -4.0], [1.0, 1.0]);
+    let (mut values, mut sums) = ([2.0, -4.0], [ADAGRAD_START; 2]);
     for _ in 0..5 {
         let gradients = var.sqr().unwrap().sum_all().unwrap().backward().unwrap();
         optimizer.step(&gradients, 0.2, 0.0).unwrap();

@@ -18,5 +18,5 @@ pub mod transformer;
 
 pub use attention::{Attention, Memory};
 pub use checkpoint::Checkpoint;
-pub use head::{HeadKind, HeadSizes};
+pub use head::{logit_function, HeadKind, HeadSizes};
 pub use output::{Entries, Output, OutputKind};

@@ -59,6 +59,12 @@ pub(crate) struct Args {
     /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves
     #[arg(long, value_name = "FILE", conflicts_with_all = ["resume", "search", "unigram_bias"])]
     pub(crate) finetune: Option<PathBuf>,
+    /// Grow the softmax of this checkpoint into a mixture of softmaxes of the same distributions, and train it on: K by
+    /// --components, linear contexts as wide as the hidden states
+    #[arg(long, value_name = "FILE", conflicts_with_all = [
+        "resume", "search", "finetune", "unigram_bias", "spread", "spell", "activation", "context",
+    ])]
+    pub(crate) grow: Option<PathBuf>,
     /// Start the decoder's bias at the logarithms of the ids' frequencies in the training text; --output nce always
     /// does
     #[arg(long)]
@@ -101,7 +107,7 @@ pub(crate) struct Args {
 struct EvaluationFlags {
     /// Evaluate a checkpoint of this program, or a released one, instead of training
     #[arg(long, value_name = "FILE", conflicts_with_all = [
-        "RecipeFlags", "Awd", "bptt", "output", "samples", "unigram_bias", "head", "save", "resume", "finetune", "search", "plot", "results", "generate",
+        "RecipeFlags", "Awd", "bptt", "output", "samples", "unigram_bias", "head", "save", "resume", "finetune", "grow", "search", "plot", "results", "generate",
     ])]
     evaluate: Option<PathBuf>,
     /// Also with dynamic evaluation
@@ -170,6 +176,9 @@ impl Args {
     pub(crate) fn training(&self) -> TrainingFlags {
         let flags = match self.spelling.word() {
             Some(_) => self.common.or_head("softmax"),
+            None if self.grow.is_some() && self.preset.is_none_or(|preset| preset.head() == "all") => {
+                self.common.or_head("mos")
+            }
             None => self.common.or_head(self.preset.map_or("all", Preset::head)),
         };
         flags.without(|kind| self.output.reason_against(kind))
@@ -252,7 +261,21 @@ impl Args {
         if recipe.awd.tied() {
             recipe = self.tied(recipe)?;
         }
+        if self.grow.is_some() {
+            recipe = self.grown(recipe)?;
+        }
         Ok(recipe)
+    }
+
+    /// Makes the contexts of a grown mixture linear and as wide as the hidden states, which are as wide as the embedding
+    /// with a tied decoder.
+    fn grown(&self, recipe: Recipe) -> Result<Recipe> {
+        if self.training().heads() != [HeadKind::Mos] || self.output.is_coded() {
+            return Err("--grow is for --head mos and for models of words".into());
+        }
+        let tied = recipe.embedding.filter(|_| recipe.awd.tied());
+        let hidden = tied.unwrap_or(recipe.hidden);
+        Ok(Recipe { hidden, context: Some(hidden), activation: ContextActivation::Identity, ..recipe })
     }
 
     /// Makes the embedding as wide as what a tied decoder multiplies: contexts, or the
@@ -341,6 +364,34 @@ mod tests {
         assert_eq!((plain.lr, plain.decay, plain.awd.nonmono), (20.0, 1.0, Some(5)));
         assert_eq!(recipe(&["--preset", "ptb-mos", "--finetune", "FILE"]).lr, 25.0);
         assert_eq!(recipe(&["--preset", "ptb-mos", "--optimizer", "adam"]).awd.nonmono, None);
+    }
+
+    #[test]
+    fn a_grown_mixture_has_linear_contexts_as_wide_as_the_hidden_states() {
+        for flags in [&["--grow", "FILE"][..], &["--grow", "FILE", "--preset", "small"]] {
+            let grown = recipe(flags);
+            assert_eq!((grown.context, grown.activation), (Some(grown.hidden), ContextActivation::Identity));
+        }
+        let tied = recipe(&["--grow", "FILE", "--tied", "--embedding", "50"]);
+        assert_eq!((tied.hidden, tied.context, tied.embedding), (50, Some(50), Some(50)));
+        let args = |flags: &str| Args::try_parse_from(format!("language_model --grow F {flags}").split_whitespace());
+        assert_eq!(args("").expect("valid flags").training().heads(), [HeadKind::Mos]);
+        let error = args("--head moc").expect("valid flags").recipe().expect_err("another head").to_string();
+        assert!(error.contains("--grow") && error.contains("--head mos"), "{error}");
+        for flags in ["--resume G", "--finetune G", "--spread 0.5", "--activation tanh", "--context 5", "--evaluate G"]
+        {
+            assert!(args(flags).is_err(), "{flags}");
+        }
+    }
+
+    #[test]
+    fn mixtape_is_asked_for_by_name() {
+        let heads = |flags: &str| {
+            let args = Args::try_parse_from(format!("language_model {flags}").split_whitespace());
+            args.expect("valid flags").training().heads()
+        };
+        assert_eq!(heads("--head mixtape"), [HeadKind::Mixtape]);
+        assert_eq!(heads("--head all"), HeadKind::ALL);
     }
 
     #[test]

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# What came after the mixture of softmaxes, on Penn Treebank: the heads softmax, moc and mos, a sampled mos, softmax and mos
-# with sigsoftmax, Mixtape, and a mixture that is grown from the softmax, with its control, the softmax trained on for the
-# same epochs. Each runs at three learning rates with seed 1, and at the best of them with seed 2; then `bottleneck` measures
-# the rank of the log-probabilities of every best model.
+# What came after the mixture of softmaxes, on Penn Treebank: the heads softmax, moc and mos, a sampled mos, softmax and
+# mos with sigsoftmax, Mixtape, and a mixture that is grown from the softmax, with its control, the softmax trained on
+# for the same epochs. Each runs at three learning rates with seed 1, and at the best of them with seed 2; then
+# `bottleneck` measures the rank of the log-probabilities of every best model.
 #
-#   scripts/successors.sh DIR [OUT]     DIR has train.txt and valid.txt; OUT (successors) gets all that is written
+#   scripts/successors.sh DIR [OUT]            DIR has train.txt and valid.txt; OUT (successors) gets what is written
 #   scripts/successors.sh --built-in [OUT]     the same with the built-in language, to try the script
 #
-# OUT/NAME.jsonl has the lines of --results of a run, OUT/ranks.jsonl those of `bottleneck`, and OUT/table.md the table. EPOCHS
-# (3) is the number of epochs of a run, MINUTES (1000000) the time after which the script stops: the same command continues.
-# FLAGS are more flags of every run. RATES (10 20 30; built-in: 0.01 0.02 0.03) are the learning rates, CONTEXTS (2000) the contexts of `bottleneck`.
-# The grown mixture and its control begin with the rate that the softmax has reached by its decay, DECAY (0.7) an epoch.
+# OUT/NAME.jsonl has the lines of --results of a run, OUT/ranks.jsonl those of `bottleneck`, and OUT/table.md the table.
+# EPOCHS (3) is the number of epochs of a run, MINUTES (1000000) the time after which the script stops: the same command
+# continues. FLAGS are more flags of every run, RATES (10 20 30; built-in: 0.01 0.02 0.03) the learning rates, and
+# CONTEXTS (2000) the contexts of `bottleneck`. The grown mixture and its control begin with the rate that the softmax
+# has reached by its decay, DECAY (0.7) an epoch. BIN is a folder with the programs; without it they are built.
 #
 # Needs jq.
 set -euo pipefail
@@ -43,8 +44,8 @@ run() {
     if [[ ${1:-} == --resume && -e $out/$name.leg.safetensors ]]; then shift 2; fi
     echo "== $name"
     local status=0
-    "$BIN/language_model" ${texts[@]+"${texts[@]}"} "$@" ${more[@]+"${more[@]}"} --epochs "$total" --decay "$decay" --lr "$lr" \
-        --seed "$seed" --save "$out/$name.safetensors" --results "$out/$name.jsonl" --minutes "$left" 2>&1 |
+    "$BIN/language_model" ${texts[@]+"${texts[@]}"} "$@" ${more[@]+"${more[@]}"} --epochs "$total" --decay "$decay" \
+        --lr "$lr" --seed "$seed" --save "$out/$name.safetensors" --results "$out/$name.jsonl" --minutes "$left" 2>&1 |
         tee "$out/$name.log" || status=$?
     if grep -q '^The time is up' "$out/$name.log"; then stop; fi
     # A run that diverges is over; any other failure is one of the script.
@@ -114,7 +115,7 @@ for name in "${systems[@]}"; do
 done
 
 {
-    echo "| system | learning rate | parameters | validation perplexity, seed 1 | seed 2 | seconds an epoch | rank of $contexts contexts |"
+    echo "| system | learning rate | parameters | validation perplexity, seed 1 | seed 2 | seconds an epoch | rank |"
     echo "|---|---|---|---|---|---|---|"
     for name in "${systems[@]}"; do
         lr=$(best "$name")
@@ -122,7 +123,8 @@ done
         number() { awk -v x="$1" 'BEGIN { if (x < 1e299) printf "%.2f", x; else print "diverged" }'; }
         second=-
         if [[ -e $file-2.jsonl ]]; then second=$(number "$(lowest "$file-2.jsonl")"); fi
-        echo "| $name | $lr | $(jq -s '.[0].parameters' "$file-1.jsonl") | $(number "$(lowest "$file-1.jsonl")") | $second |" \
+        echo "| $name | $lr | $(jq -s '.[0].parameters' "$file-1.jsonl") |" \
+            "$(number "$(lowest "$file-1.jsonl")") | $second |" \
             "$(jq -s 'map(.seconds) | add / length | . * 10 | round / 10' "$file-1.jsonl") |" \
             "$(jq -r --arg name "$name" 'select(.system == $name).rank' "$out/ranks.jsonl") |"
     done

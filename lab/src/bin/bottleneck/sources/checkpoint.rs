@@ -262,7 +262,7 @@ pub(crate) mod tests {
 
     #[test]
     fn log_probabilities_are_those_of_the_model_with_its_head_and_function() {
-        let folder = folder("functions", &"a b a d c f g h\n".repeat(40));
+        let folder = folder("functions", &"a b a d c f g e h\n".repeat(40));
         let function = LogitFunction::Sigsoftmax;
         let plain = Recipe { hidden: 6, embedding: Some(8), context: Some(5), ..Recipe::BASE };
         let all = HeadKind::ALL.map(|kind| (kind, Recipe { logit_function: function, ..plain }));

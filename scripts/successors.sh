@@ -107,7 +107,7 @@ for lr in $(printf '%s\n' "$best_grown" "$best_control" | sort -u); do grow 2 "$
 systems=(softmax moc mos mos-sampled softmax-sigsoftmax mos-sigsoftmax mixtape grown control)
 [[ -e $out/ranks.jsonl ]] || : >"$out/ranks.jsonl"
 for name in "${systems[@]}"; do
-    if jq -e --arg name "$name" 'select(.system == $name)' "$out/ranks.jsonl" >/dev/null; then continue; fi
+    if grep -q "\"system\":\"$name\"" "$out/ranks.jsonl"; then continue; fi
     file=$out/$name-$(best "$name")-1.safetensors
     [[ -e $file ]] || continue
     "$BIN/bottleneck" --json --contexts "$contexts" "$file" | tail -1 |

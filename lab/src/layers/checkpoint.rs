@@ -1,6 +1,6 @@
 //! A checkpoint: one safetensors file with named f32 tensors and a few strings in its header.
 
-use super::init::sorted;
+use super::{head::LOGIT_FUNCTION, init::sorted};
 use crate::Result;
 use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
@@ -85,6 +85,11 @@ impl Checkpoint {
             if stored != *wanted {
                 return Err(format!("the checkpoint has --{flag} {stored}, but this run has --{flag} {wanted}").into());
             }
+        }
+        let stored = self.metadata.get(LOGIT_FUNCTION);
+        if let Some(stored) = stored.filter(|_| !settings.iter().any(|(flag, _)| *flag == LOGIT_FUNCTION)) {
+            let flag = format!("--{LOGIT_FUNCTION}");
+            return Err(format!("the checkpoint has {flag} {stored}, but this run has {flag} identity").into());
         }
         Ok(())
     }

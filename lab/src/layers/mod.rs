@@ -19,6 +19,6 @@ pub mod transformer;
 
 pub use attention::{Attention, Memory};
 pub use checkpoint::Checkpoint;
-pub use head::{HeadKind, HeadSizes};
+pub use head::{logit_function, HeadKind, HeadSizes};
 pub use output::{Entries, Noise, Output, OutputKind};
 pub use spelled::CnnSize;

@@ -2,16 +2,15 @@
 //! rows computed from spellings, or a vocabulary of two levels.
 
 use super::head::{HeadKind, HeadSizes};
+use super::mixtape::{Mixtape, MixtapeConfig};
 use super::spelled::{CnnSize, Inputs};
 use crate::{show::values::name, Result};
 use candle_nn::{Embedding, VarBuilder};
 use clap::ValueEnum;
-use mos_head::parts::CharCnn;
+use mos_head::parts::{CharCnn, LogitFunction};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
-use mos_head::{
-    LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead,
-};
+use mos_head::{LossOptions, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, SoftmaxHead};
 use std::sync::Arc;
 
 /// One of these outputs lies between a head and its vocabulary.
@@ -46,8 +45,12 @@ impl OutputKind {
 
     /// Returns why a head cannot have this output, if it cannot.
     pub fn reason_against(self, kind: HeadKind) -> Option<&'static str> {
-        let is_several = self == OutputKind::Nce && kind == HeadKind::Mos;
-        is_several.then_some("--output nce is for one softmax, as --head softmax and moc are")
+        match (self, kind) {
+            (OutputKind::Nce, HeadKind::Mos) => Some("--output nce is for one softmax, as --head softmax and moc are"),
+            (OutputKind::Full, _) => None,
+            (_, HeadKind::Mixtape) => Some("--head mixtape has the whole vocabulary of words: it is for --output full"),
+            _ => None,
+        }
     }
 }
 
@@ -145,7 +148,7 @@ impl Output {
         entries: &Entries,
         vb: VarBuilder,
     ) -> Result<Box<dyn OutputLayer>> {
-        let HeadSizes { vocab, hidden, .. } = sizes;
+        let HeadSizes { vocab, hidden, logit_function, .. } = sizes;
         let is_whole =
             matches!(self.kind, OutputKind::Full | OutputKind::Sampled | OutputKind::Nce) || self.kind.is_coded();
         if tied.is_some() && !is_whole {
@@ -156,13 +159,29 @@ impl Output {
         if let Some(reason) = self.kind.reason_against(kind) {
             return Err(reason.into());
         }
+        let has_two_levels = matches!(self.kind, OutputKind::Adaptive | OutputKind::Hierarchical);
+        if logit_function != LogitFunction::Identity && (has_two_levels || kind == HeadKind::Mixtape) {
+            let other =
+                if has_two_levels { format!("--output {}", self.name()) } else { format!("--head {}", kind.name()) };
+            return Err(format!("--logit-function is for a softmax or mixture of all ids, not {other}").into());
+        }
+        if kind == HeadKind::Mixtape {
+            let config = MixtapeConfig { dropout, ..sizes.mixtape() };
+            return Ok(match tied {
+                // Without counts there are no frequent ids.
+                _ if entries.counts.is_empty() => sizes.build(kind, dropout, tied, vb)?,
+                None => Box::new(Mixtape::new(config, &entries.counts, vb)?),
+                Some(embedding) => Box::new(Mixtape::tied(config, &entries.counts, embedding, vb)?),
+            });
+        }
+        let softmax = |vocab: usize| HeadSizes { vocab, ..sizes }.softmax();
         let mixture = |vocab: usize| HeadSizes { vocab, ..sizes }.mixture().with_dropout(dropout);
         // This makes the softmax or the mixture of the ids or classes of the first level.
         let first_level = |vocab: usize, vb: VarBuilder| -> Result<Arc<dyn MixtureLayer>> {
             Ok(match kind {
-                HeadKind::Softmax => Arc::new(SoftmaxHead::new(&SoftmaxConfig::new(hidden, vocab), vb)?),
+                HeadKind::Softmax => Arc::new(SoftmaxHead::new(&softmax(vocab), vb)?),
                 HeadKind::Moc => Arc::new(MixtureOfContexts::new(&mixture(vocab), vb)?),
-                HeadKind::Mos => Arc::new(MixtureOfSoftmaxes::new(&mixture(vocab), vb)?),
+                HeadKind::Mos | HeadKind::Mixtape => Arc::new(MixtureOfSoftmaxes::new(&mixture(vocab), vb)?),
             })
         };
         match self.kind {
@@ -171,11 +190,11 @@ impl Output {
                 let width = if kind == HeadKind::Softmax { hidden } else { sizes.context };
                 let cnn = CharCnn::new(&self.cnn.config(width, self.correction), &entries.words, vb.pp("rows"))?;
                 Ok(match kind {
-                    HeadKind::Softmax => {
-                        Box::new(SoftmaxHead::with_char_cnn(&SoftmaxConfig::new(hidden, vocab), cnn, vb)?)
-                    }
+                    HeadKind::Softmax => Box::new(SoftmaxHead::with_char_cnn(&softmax(vocab), cnn, vb)?),
                     HeadKind::Moc => Box::new(MixtureOfContexts::with_char_cnn(&mixture(vocab), cnn, vb)?),
-                    HeadKind::Mos => Box::new(MixtureOfSoftmaxes::with_char_cnn(&mixture(vocab), cnn, vb)?),
+                    HeadKind::Mos | HeadKind::Mixtape => {
+                        Box::new(MixtureOfSoftmaxes::with_char_cnn(&mixture(vocab), cnn, vb)?)
+                    }
                 })
             }
             OutputKind::Adaptive => {
@@ -264,7 +283,8 @@ mod tests {
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
         let embedding = candle_nn::embedding(30, 6, vb.pp("embedding"))?;
         let activation = ContextActivation::Tanh;
-        let sizes = HeadSizes { vocab: 30, hidden: 6, context: 6, components: 3, activation };
+        let logit_function = LogitFunction::Identity;
+        let sizes = HeadSizes { vocab: 30, hidden: 6, context: 6, components: 3, activation, logit_function };
         let tied = tied.then_some(&embedding);
         Ok((output(kind).build(head, sizes, 0.0, tied, &entries(), vb.pp("head"))?, varmap))
     }

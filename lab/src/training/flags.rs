@@ -4,6 +4,7 @@ use super::{leg::Leg, ranks::Ranks};
 use crate::layers::{checkpoint::beside, HeadKind};
 use crate::show::values::{above_zero, positive};
 use crate::{show::DeviceKind, Result};
+use clap::ValueEnum;
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -11,8 +12,8 @@ use std::time::{Duration, Instant};
 /// The flags that all programs which train have.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TrainingFlags {
-    /// Which heads to train [default: all]
-    #[arg(long, value_parser = ["softmax", "moc", "mos", "all"])]
+    /// Which heads to train [default: all, which are those of mos-head]
+    #[arg(long, value_parser = ["softmax", "moc", "mos", "mixtape", "all"])]
     head: Option<String>,
     /// The seed of initial values, batches and masks.
     #[arg(long, default_value_t = 1)]
@@ -56,9 +57,12 @@ pub struct TrainingFlags {
 impl TrainingFlags {
     /// Returns the heads to train.
     pub fn heads(&self) -> Vec<HeadKind> {
-        let is_asked_for = |kind: &HeadKind| self.asks_for_all() || self.head() == Some(kind.name());
         let is_left_out = |kind: &HeadKind| self.left_out.iter().any(|(other, _)| other == kind);
-        HeadKind::ALL.into_iter().filter(|kind| is_asked_for(kind) && !is_left_out(kind)).collect()
+        if self.asks_for_all() {
+            return HeadKind::ALL.into_iter().filter(|kind| !is_left_out(kind)).collect();
+        }
+        let is_asked_for = |kind: &HeadKind| self.head() == Some(kind.name());
+        HeadKind::value_variants().iter().copied().filter(is_asked_for).collect()
     }
 
     fn asks_for_all(&self) -> bool {

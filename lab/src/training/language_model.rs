@@ -1,9 +1,10 @@
-//! The language model: embedding, LSTM layers, and one of the three output layers.
+//! The language model: embedding, LSTM layers, and one of the output layers.
 
 use super::model::{Base, Forward, Model, Part, Pass};
 use super::sizes::{InitialValues, Sizes};
 use super::{awd::Awd, ranks::Ranks, recipe::Recipe};
 use crate::data::{insert_table, Streams, Window, IGNORED};
+use crate::layers::mixtape::{by_frequency, counts_in_order, ORDER};
 use crate::layers::recurrent::{self, Lstm, LstmDropout, Outputs};
 use crate::layers::{dropout, init, spelled::Inputs, Checkpoint, Entries, HeadKind, Output};
 use crate::Result;
@@ -27,6 +28,8 @@ pub struct LanguageModel {
     output: Output,
     /// The distribution from which negatives are drawn, if any are.
     noise: Option<NoiseDistribution>,
+    /// The ids in descending order of their frequency, if the head is a Mixtape.
+    order: Option<Tensor>,
     /// The table of the codes, if this is a model of codes.
     table: Option<CodeTable>,
     /// Factors of activation regularisation and temporal activation regularisation.
@@ -70,6 +73,7 @@ impl LanguageModel {
         let head = output.build(kind, sizes.head, or_all(context_dropout), tied, entries, vb.pp("head"))?;
         init::uniform(&varmap, recipe.seed, |name| values.bound(name, kind, sizes))?;
         sizes.head.start_alike(&varmap, recipe.spread)?;
+        let order = (kind == HeadKind::Mixtape).then(|| Tensor::new(by_frequency(&entries.counts), device));
         Ok(Self {
             kind,
             sizes,
@@ -78,6 +82,7 @@ impl LanguageModel {
             lstm,
             output,
             noise: output.noise(entries)?,
+            order: order.transpose()?,
             table: None,
             regularization: [recipe.awd.ar.unwrap_or(0.0), recipe.awd.tar.unwrap_or(0.0)],
             base: Base { head, varmap, device: device.clone() },
@@ -115,7 +120,13 @@ impl LanguageModel {
         }
         let awd = Awd { inner: checkpoint.optional("inner")?, tied: checkpoint.optional("tied")?, ..Awd::NONE };
         let recipe = Recipe { awd, ..Recipe::from_checkpoint(kind, checkpoint)? };
-        let model = Self::new(kind, vocab, InitialValues::Small, &recipe, device)?;
+        let mut entries = Entries::default();
+        if kind == HeadKind::Mixtape {
+            let order = checkpoint.tensors.get(ORDER).ok_or_else(|| format!("the checkpoint has no tensor {ORDER}"))?;
+            entries.counts = counts_in_order(&order.to_vec1()?).map_err(|error| format!("{ORDER}: {error}"))?;
+        }
+        let sizes = Sizes::new(kind, &recipe, vocab);
+        let model = Self::with_entries(kind, sizes, InitialValues::Small, &recipe, &entries, device)?;
         checkpoint.restore_variables(model.varmap())?;
         Ok((kind, model))
     }
@@ -124,8 +135,19 @@ impl LanguageModel {
     pub fn checkpoint(&self) -> Checkpoint {
         let mut checkpoint = Checkpoint::default();
         checkpoint.insert_variables(self.varmap());
+        self.insert_order(&mut checkpoint);
         checkpoint.metadata.extend(self.settings().into_iter().map(|(key, value)| (key.to_owned(), value)));
         checkpoint
+    }
+
+    /// Returns the sizes.
+    pub(crate) fn sizes(&self) -> Sizes {
+        self.sizes
+    }
+
+    /// Adds the order of the ids, if the head needs it.
+    fn insert_order(&self, checkpoint: &mut Checkpoint) {
+        checkpoint.tensors.extend(self.order.iter().map(|order| (ORDER.to_owned(), order.clone())));
     }
 
     /// Sets the variables from the checkpoint of a model with the same settings.
@@ -225,6 +247,7 @@ impl Model for LanguageModel {
     }
 
     fn add_constants(&self, checkpoint: &mut Checkpoint) -> Result<()> {
+        self.insert_order(checkpoint);
         self.table.iter().try_for_each(|table| insert_table(checkpoint, "codes", table))
     }
 

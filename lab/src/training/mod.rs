@@ -4,6 +4,7 @@
 mod awd;
 mod flags;
 mod generate;
+mod grow;
 pub mod heads;
 mod language_model;
 mod learn_table;

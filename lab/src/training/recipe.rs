@@ -1,11 +1,12 @@
 //! The sizes of a model and how to train it, by flags over the defaults of a program.
 
 use super::{awd::Awd, optimizer::OptimizerKind, ranks::Ranks};
+use crate::layers::head::{activation, logit_function, stored_logit_function};
 use crate::layers::recurrent_decoder::DecoderSizes;
-use crate::layers::{head::activation, Checkpoint, HeadKind, HeadSizes, Output};
+use crate::layers::{Checkpoint, HeadKind, HeadSizes, Output};
 use crate::show::values::{above_zero, below_one, not_negative, positive, up_to_one};
 use crate::{scores::Measure, Result};
-use mos_head::ContextActivation;
+use mos_head::{parts::LogitFunction, ContextActivation};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 /// Declares each setting once: its doc, its flag and its most common default.
@@ -109,6 +110,9 @@ recipe! {
     /// Activation of the contexts
     #[arg(long, value_parser = activation())]
     activation: ContextActivation = ContextActivation::Tanh,
+    /// Function of the logits before the softmax
+    #[arg(long, value_parser = logit_function())]
+    logit_function: LogitFunction = LogitFunction::Identity,
     /// Number of LSTM layers, or of a Transformer's encoder and of its decoder
     #[arg(long, value_parser = positive)]
     layers: usize = 1,
@@ -159,9 +163,9 @@ recipe! {
 impl Recipe {
     /// Returns the sizes of a head over `vocab` token ids.
     pub fn head(&self, vocab: usize) -> HeadSizes {
-        let Recipe { hidden, components, activation, .. } = *self;
+        let Recipe { hidden, components, activation, logit_function, .. } = *self;
         let context = self.context.unwrap_or_else(|| HeadSizes::equal_context(vocab, hidden, components));
-        HeadSizes { vocab, hidden, context, components, activation }
+        HeadSizes { vocab, hidden, context, components, activation, logit_function }
     }
 
     /// Returns the sizes of a checkpoint's model; all else is as in `BASE`.
@@ -171,10 +175,13 @@ impl Recipe {
             embedding: Some(checkpoint.get("embedding")?),
             layers: checkpoint.get("layers")?,
             cells: checkpoint.optional("cells")?.unwrap_or(0),
+            logit_function: stored_logit_function(checkpoint)?,
             ..Recipe::BASE
         };
         if kind != HeadKind::Softmax {
             recipe.context = Some(checkpoint.get("context")?);
+        }
+        if kind.is_mixture() {
             recipe.components = checkpoint.get("components")?;
             let tanh = checkpoint.get::<String>("activation")? == "tanh";
             recipe.activation = if tanh { ContextActivation::Tanh } else { ContextActivation::Identity };
@@ -239,13 +246,13 @@ impl Recipe {
         Recipe { lr, dropout, activation, awd: self.awd.without_locked_dropout(), ..*self }
     }
 
-    /// Returns the flags that trials differ in; a softmax has no activation.
+    /// Returns the flags that trials differ in; a softmax and a Mixtape have no activation to choose.
     pub(crate) fn tried(&self, kind: HeadKind) -> String {
         let mut flags = format!("--lr {}", self.lr);
         if !self.awd.has_locked_dropout() {
             flags += &format!(" --dropout {}", self.dropout);
         }
-        if kind != HeadKind::Softmax {
+        if kind.is_mixture() {
             flags += &format!(" --activation {:?}", self.activation).to_lowercase();
         }
         flags

@@ -28,12 +28,13 @@ pub(crate) fn append(
     recipe: &Recipe,
 ) -> Result<()> {
     let Recipe { seed, lr, dropout, spread, .. } = *recipe;
-    let activation = format!("{:?}", recipe.activation).to_lowercase();
+    let [activation, logit_function] =
+        [format!("{:?}", recipe.activation), format!("{:?}", recipe.logit_function)].map(|name| name.to_lowercase());
     let line = json!({
         "program": program(), "head": head, "epoch": epochs, "steps": steps, "train_nll": nlls[0],
         "valid_nll": nlls[1], "valid_ppl": nlls[1].exp(), "seconds": seconds, "parameters": parameters,
         "output": recipe.output.name(), "seed": seed, "lr": lr, "dropout": dropout, "activation": activation,
-        "spread": spread,
+        "logit_function": logit_function, "spread": spread,
     });
     let failed = |error| format!("cannot write {}: {error}", path.display());
     let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
@@ -62,6 +63,7 @@ mod tests {
         assert_eq!(lines.len(), 2);
         assert_eq!(lines[0]["program"], program());
         assert_eq!(lines[0]["valid_ppl"], 1f64.exp());
+        assert_eq!(lines[0]["logit_function"], "identity");
         assert_eq!((&lines[1]["head"], &lines[1]["epoch"]), (&json!("mos"), &json!(2.0)));
         assert_eq!((&lines[1]["train_nll"], &lines[1]["parameters"]), (&Value::Null, &json!(13)));
         std::fs::remove_file(path).expect("was just written");

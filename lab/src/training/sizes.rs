@@ -1,7 +1,7 @@
 //! The sizes of a language model, and the scale of its initial values.
 
 use super::recipe::Recipe;
-use crate::layers::{HeadKind, HeadSizes, Output, OutputKind};
+use crate::layers::{mixtape::MixtapeConfig, HeadKind, HeadSizes, Output, OutputKind};
 use crate::Result;
 use mos_head::parts::CharCnnConfig;
 
@@ -34,6 +34,10 @@ impl Sizes {
         let sizes = Sizes { head, embedding, layers, inner, cells, output: recipe.output, tied };
         let with_context_dim = |context| Sizes { head: HeadSizes { context, ..head }, embedding: context, ..sizes };
         match (tied, kind, recipe.context) {
+            (false, HeadKind::Mixtape, None) => {
+                let MixtapeConfig { context, .. } = MixtapeConfig::equal_to_softmax(vocab, head.hidden);
+                Sizes { head: HeadSizes { context, ..head }, ..sizes }
+            }
             (false, ..) => sizes,
             // The softmax's context is its hidden state.
             (true, HeadKind::Softmax, _) => {
@@ -145,10 +149,11 @@ impl InitialValues {
         }
         match (self, name) {
             (_, name) if name.ends_with("decoder.bias") => 0.0,
-            (InitialValues::Small, "embedding.weight" | "head.decoder.weight") => 0.1,
+            (InitialValues::Small, "embedding.weight" | "head.decoder.weight" | "head.gate.rows.weight") => 0.1,
             (InitialValues::Small, _) => 1.0 / (units as f64).sqrt(),
             (InitialValues::Even, "embedding.weight") => 1.0,
             (InitialValues::Even, "head.decoder.weight") if kind != HeadKind::Softmax => even_bound(head.context),
+            (InitialValues::Even, "head.gate.rows.weight") => even_bound(head.mixtape().gate),
             (InitialValues::Even, name) if name.contains("bias") => 0.0,
             (InitialValues::Even, name) if name.ends_with("weight_ih_l0") => match layer {
                 Some(0) | None => even_bound(embedding),

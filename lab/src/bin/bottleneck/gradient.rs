@@ -15,7 +15,7 @@ use crate::{args::Args, spectrum::Rows};
 use faer::{Mat, MatRef};
 use lab::show::report::{number, table};
 use lab::{show::progress, Result};
-use mos_head::Distributions;
+use mos_head::{parts::LogitFunction, Distributions};
 use serde_json::{json, Value};
 
 /// The gradients of the logits that are computed at a time, at most, unless those of one position need more.
@@ -49,6 +49,9 @@ struct Passed {
 /// Measures the gradient of a source in chunks of positions, each of which takes `budget` bytes at most.
 fn passed(source: &Source, budget: usize) -> Result<Passed> {
     let decoder = source.decoder()?;
+    if decoder.function != LogitFunction::Identity {
+        return Err(format!("{}: --gradient is for logits c W^T + b without a --logit-function", source.name).into());
+    }
     let missing = || format!("{}: --gradient needs the tensor targets in the file of --hidden", source.name);
     let targets = source.targets.as_deref().ok_or_else(missing)?;
     let (vocab, components) = (source.vocab(), source.mixture(0, 1)?.log_priors()?.elem_count());

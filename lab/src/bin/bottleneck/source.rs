@@ -3,7 +3,8 @@
 use candle_core::{DType, Device, Tensor, D};
 use lab::layers::{Checkpoint, HeadKind};
 use lab::{data::Corpus, Result};
-use mos_head::{Distributions, DropoutMasks, Mixture, MixtureLayer};
+use mos_head::parts::LogitFunction;
+use mos_head::{Distributions, DropoutMasks, Mixture, MixtureLayer, OutputLayer};
 use std::path::Path;
 
 pub(crate) struct Source {
@@ -41,22 +42,31 @@ pub(crate) enum Origin {
         log_priors: Option<Tensor>,
         decoder: Decoder,
     },
+    /// A head that mixes logits, as Mixtape does.
+    Logits {
+        layer: Box<dyn OutputLayer>,
+        /// `[positions, hidden]`
+        hidden: Tensor,
+    },
     /// `[positions, vocab]`
     LogProbs(Tensor),
 }
 
-/// The logits of a context c are `c W^T + b`: no head of this program scales or caps them.
+/// The logits of a context c are `f(c W^T + b)`.
 pub(crate) struct Decoder {
     /// `[vocab, d]`
     pub(crate) weight: Tensor,
     /// `[vocab]`
     pub(crate) bias: Option<Tensor>,
+    /// The function f.
+    pub(crate) function: LogitFunction,
 }
 
 impl Decoder {
     /// Makes the mixture of these contexts.
     pub(crate) fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
-        Ok(Mixture::new(contexts, log_priors, &self.weight, self.bias.as_ref())?)
+        let mixture = Mixture::new(contexts, log_priors, &self.weight, self.bias.as_ref())?;
+        Ok(mixture.with_logit_function(self.function)?)
     }
 }
 
@@ -81,6 +91,10 @@ impl Source {
                 let log_priors = log_priors.as_ref().map(|all| all.narrow(0, start, count)).transpose()?;
                 decoder.mixture(&contexts, log_priors.as_ref())
             }
+            Origin::Logits { .. } => {
+                Err(format!("{} is a {}, which mixes logits: it has no mixture of softmaxes", self.name, self.label())
+                    .into())
+            }
             Origin::LogProbs(_) => Err(format!("{} has log-probabilities, but no mixture", self.name).into()),
         }
     }
@@ -88,6 +102,9 @@ impl Source {
     pub(crate) fn decoder(&self) -> Result<&Decoder> {
         match &self.origin {
             Origin::Model { decoder, .. } | Origin::Mixture { decoder, .. } => Ok(decoder),
+            Origin::Logits { .. } => {
+                Err(format!("{} is a {}: --gradient is for a softmax and its mixtures", self.name, self.label()).into())
+            }
             Origin::LogProbs(_) => Err(format!("{} has log-probabilities, but no decoder", self.name).into()),
         }
     }
@@ -96,6 +113,7 @@ impl Source {
     pub(crate) fn log_probs(&self, start: usize, count: usize) -> Result<Tensor> {
         match &self.origin {
             Origin::LogProbs(all) => Ok(all.narrow(0, start, count)?),
+            Origin::Logits { layer, hidden } => Ok(layer.log_probs(&hidden.narrow(0, start, count)?)?),
             _ => Ok(self.mixture(start, count)?.log_probs()?),
         }
     }
@@ -128,15 +146,17 @@ impl Source {
     /// Returns the number of contexts.
     pub(crate) fn contexts(&self) -> usize {
         match &self.origin {
-            Origin::Model { hidden: rows, .. } | Origin::Mixture { contexts: rows, .. } | Origin::LogProbs(rows) => {
-                rows.dims()[0]
-            }
+            Origin::Model { hidden: rows, .. }
+            | Origin::Logits { hidden: rows, .. }
+            | Origin::Mixture { contexts: rows, .. }
+            | Origin::LogProbs(rows) => rows.dims()[0],
         }
     }
 
     pub(crate) fn vocab(&self) -> usize {
         match &self.origin {
             Origin::Model { layer, .. } => layer.vocab_size(),
+            Origin::Logits { layer, .. } => layer.vocab_size(),
             Origin::Mixture { decoder, .. } => decoder.weight.dims()[0],
             Origin::LogProbs(all) => all.dims()[1],
         }

@@ -102,8 +102,9 @@ fn train(args: &Args, ranks: &Ranks) -> Result<()> {
     };
     let entries = Entries::count(vocabulary, &data.train);
 
+    let softmax = args.grow.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
     let start = args.finetune.as_ref().map(|file| evaluate::readable(file, &corpus, &device)).transpose()?;
-    let build = |kind, recipe: &Recipe, _: Option<&_>| {
+    let build = |kind, recipe: &Recipe, resumed: Option<&_>| {
         let sizes = Sizes::new(kind, recipe, vocabulary.len());
         let model = LanguageModel::with_entries(kind, sizes, InitialValues::Small, recipe, &entries, &device)?;
         let model = model.with_table(coding.as_ref().and_then(Coding::table));
@@ -114,7 +115,15 @@ fn train(args: &Args, ranks: &Ranks) -> Result<()> {
         if let Some(start) = &start {
             model.restore(start)?;
         }
-        Ok(Session::new(kind, model, data.clone(), recipe)?.with_ranks(ranks))
+        if let Some(softmax) = &softmax {
+            model.grow(softmax, recipe.seed)?;
+        }
+        let session = Session::new(kind, model, data.clone(), recipe)?.with_ranks(ranks);
+        if softmax.is_some() && resumed.is_none() {
+            let valid = recipe.measure.shown(session.valid_nll()?);
+            ranks.print(format_args!("{} starts at the softmax's {}: valid {valid:.3}", kind.name(), recipe.measure));
+        }
+        Ok(session)
     };
     let Some(rows) = heads::run(&flags, &recipe, &device, build, |session| {
         if args.generate > 0 && ranks.is_first() {

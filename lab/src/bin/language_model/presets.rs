@@ -194,7 +194,7 @@ mod tests {
         let parameters = |kind| Sizes::new(kind, &recipe, 10_000).parameters(kind) as f64;
         let softmax = parameters(HeadKind::Softmax);
         assert!((4.5e6..5.5e6).contains(&softmax), "{softmax}");
-        for kind in [HeadKind::Moc, HeadKind::Mos] {
+        for kind in [HeadKind::Moc, HeadKind::Mos, HeadKind::Mixtape] {
             assert!((parameters(kind) / softmax - 1.0).abs() < 0.01, "{kind:?}: {}", parameters(kind));
         }
     }

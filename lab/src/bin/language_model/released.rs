@@ -96,10 +96,18 @@ pub(crate) fn read(file: &Checkpoint) -> Result<Checkpoint> {
 
 /// Returns the model of a checkpoint of this program with the names of the released code.
 pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
-    if HeadKind::from_checkpoint(checkpoint)? == HeadKind::Moc {
+    let lacking = match HeadKind::from_checkpoint(checkpoint)? {
+        HeadKind::Moc => Some("mixture of contexts"),
+        HeadKind::Mixtape => Some("Mixtape"),
+        HeadKind::Softmax | HeadKind::Mos => None,
+    };
+    if let Some(head) = lacking {
         return Err(
-            "the released code has no mixture of contexts: --export needs a softmax or a mixture of softmaxes".into()
+            format!("the released code has no {head}: --export needs a softmax or a mixture of softmaxes").into()
         );
+    }
+    if let Some(function) = checkpoint.optional::<String>("logit-function")? {
+        return Err(format!("the released code has no --logit-function {function}, which --export would lose").into());
     }
     if checkpoint.optional::<String>("activation")?.is_some_and(|activation| activation != "tanh") {
         return Err("the contexts of the released code are tanh: --export needs --activation tanh".into());
@@ -209,6 +217,12 @@ mod tests {
                 let mut linear = read(&file).expect("reads");
                 linear.metadata.insert("activation".into(), "identity".into());
                 assert!(write(&linear).err().expect("not the released architecture").to_string().contains("tanh"));
+                linear.metadata.insert("head".into(), "mixtape".into());
+                assert!(write(&linear).err().expect("not the released architecture").to_string().contains("Mixtape"));
+                linear.metadata.insert("head".into(), "softmax".into());
+                linear.metadata.insert("activation".into(), "tanh".into());
+                linear.metadata.insert("logit-function".into(), "sigsoftmax".into());
+                assert!(write(&linear).err().expect("another function").to_string().contains("sigsoftmax"));
                 linear.metadata.insert("head".into(), "moc".into());
                 assert!(write(&linear).err().expect("not the released architecture").to_string().contains("contexts"));
             }

@@ -5,7 +5,9 @@ use crate::steps::{Sizes, Train};
 use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
+use lab::layers::logit_function;
 use lab::show::{values::positive, DeviceKind};
+use mos_head::parts::LogitFunction;
 
 #[derive(Parser)]
 #[command(about = "Times one training step of the output layer")]
@@ -41,6 +43,9 @@ pub(crate) struct Args {
     /// A cheaper vocabulary in place of a decoder with a row for each id
     #[arg(long, value_enum)]
     pub(crate) output: Option<Output>,
+    /// Function of the logits before the softmax
+    #[arg(long, default_value = "identity", value_parser = logit_function(), conflicts_with = "output")]
+    pub(crate) logit_function: LogitFunction,
     /// Normalise over a sample of N negatives, which is drawn anew in each step
     #[arg(long, value_name = "N", value_parser = positive, conflicts_with = "forward_only")]
     pub(crate) sampled: Option<usize>,
@@ -139,6 +144,8 @@ pub(crate) enum Output {
     Adaptive,
     /// As many classes as the square root of the vocabulary
     Hierarchical,
+    /// Mixtape, whose four contexts are mixed before one softmax; half of the ids have gates of their own
+    Mixtape,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]

@@ -23,6 +23,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use kept::Kept;
 use lab::show::{keep_pool, report::median, values::name, Peak};
+use mos_head::parts::LogitFunction;
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{Distributions, LossOptions, Mixture, Precision};
 use output::System;
@@ -41,7 +42,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     }
     let sizes = args.sizes();
     let Sizes { positions, components, context, vocab, .. } = sizes;
-    let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?;
+    let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?.with_logit_function(args.logit_function);
     let mut options = if args.forward_only { LossOptions::evaluation() } else { LossOptions::default() };
     if args.bf16_products {
         options = options.with_precision(Precision::Bf16Products);
@@ -71,6 +72,9 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let products = || Products::new(floor_sizes, !args.forward_only, args.dtype, &device);
     if args.output.is_some() && args.implementation != Implementation::Fused {
         return Err("--output is for --impl fused".into());
+    }
+    if args.logit_function != LogitFunction::Identity && args.implementation != Implementation::Fused {
+        return Err("--logit-function is for --impl fused".into());
     }
     let system = args.output.map(|output| System::new(output, sizes, args.dtype, &device)).transpose()?;
 
@@ -211,6 +215,7 @@ fn line(args: &Args, sizes: Sizes, measured: Value) -> Value {
     let mut line = json!({
         "library": concat!("mos-head ", env!("CARGO_PKG_VERSION")), "shape": name(&args.shape), "tokens": positions,
         "mixtures": components, "context": context, "vocab": vocab, "dtype": args.dtype.as_str(),
+        "logit_function": format!("{:?}", args.logit_function).to_lowercase(),
     });
     if let (Value::Object(line), Value::Object(measured)) = (&mut line, measured) {
         line.extend(measured);

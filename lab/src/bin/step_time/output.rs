@@ -3,6 +3,7 @@
 use crate::{args::Output, steps::Sizes};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
+use lab::layers::mixtape::{Mixtape, MixtapeConfig};
 use mos_head::parts::{CharCnn, CharCnnConfig};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, SoftmaxConfig, SoftmaxHead};
@@ -17,7 +18,7 @@ pub(crate) struct System {
 
 impl System {
     /// Makes a system of these sizes.
-    pub(crate) fn new(output: Output, sizes: Sizes, dtype: DType, device: &Device) -> Result<Self> {
+    pub(crate) fn new(output: Output, sizes: Sizes, dtype: DType, device: &Device) -> lab::Result<Self> {
         let Sizes { positions, components, context, vocab, hidden } = sizes;
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, dtype, device);
@@ -36,6 +37,13 @@ impl System {
             Output::Adaptive => {
                 let cutoffs = vec![vocab / 50, vocab / 10, vocab / 2];
                 Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(hidden, vocab, cutoffs), vb)?)
+            }
+            Output::Mixtape if dtype != DType::F32 => {
+                return Err(format!("--output mixtape is for --dtype f32, not {}", dtype.as_str()).into());
+            }
+            Output::Mixtape => {
+                let counts: Vec<f64> = (0..vocab).map(|id| 1.0 / (id + 1) as f64).collect();
+                Box::new(Mixtape::new(MixtapeConfig::with_context(vocab, hidden, context), &counts, vb)?)
             }
             Output::Hierarchical => Box::new(HierarchicalSoftmax::new(&HierarchicalConfig::new(hidden, vocab), vb)?),
         };

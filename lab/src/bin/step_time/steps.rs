@@ -3,7 +3,7 @@
 use crate::composed::log_probs;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use clap::ValueEnum;
-use mos_head::parts::{LowRankAdapter, Projection};
+use mos_head::parts::{LogitFunction, LowRankAdapter, Projection};
 use mos_head::{
     ContextActivation, Head, LossOptions, Mixture, MixtureOfSoftmaxes, MixtureTensors, OutputLayer, SoftmaxHead,
 };
@@ -44,6 +44,7 @@ pub(crate) struct Leaves {
     pub(crate) lora_a: Var,
     pub(crate) lora_b: Var,
     pub(crate) targets: Tensor,
+    pub(crate) logit_function: LogitFunction,
 }
 
 impl Leaves {
@@ -65,7 +66,13 @@ impl Leaves {
             lora_a: leaf(&[rank, context], 0.02)?,
             lora_b: leaf(&[vocab, rank], 0.02)?,
             targets: Tensor::from_vec(ids, positions, device)?,
+            logit_function: LogitFunction::Identity,
         })
+    }
+
+    /// Returns the leaves with another function of the logits.
+    pub(crate) fn with_logit_function(self, logit_function: LogitFunction) -> Self {
+        Leaves { logit_function, ..self }
     }
 }
 
@@ -89,7 +96,7 @@ pub(crate) fn fused_step(
     let adapter = if train == Train::Adapter { Some(adapter()?) } else { None };
     let weight = decoder(&leaves.weight);
     let head: Box<dyn OutputLayer> = match components {
-        1 => adapted(SoftmaxHead::from_tensors(weight, None)?, adapter)?,
+        1 => adapted(SoftmaxHead::from_tensors(weight, None)?.with_logit_function(leaves.logit_function)?, adapter)?,
         _ => {
             let tensors = MixtureTensors {
                 prior_weight: below(&leaves.prior_weight),
@@ -99,7 +106,8 @@ pub(crate) fn fused_step(
                 decoder_weight: weight,
                 decoder_bias: Some(decoder(&leaves.bias)),
             };
-            adapted(MixtureOfSoftmaxes::from_tensors(tensors, ContextActivation::Tanh)?, adapter)?
+            let head = MixtureOfSoftmaxes::from_tensors(tensors, ContextActivation::Tanh)?;
+            adapted(head.with_logit_function(leaves.logit_function)?, adapter)?
         }
     };
     let loss = head.loss(&below(&leaves.hidden), &leaves.targets, options)?;
@@ -143,12 +151,13 @@ pub(crate) fn composed_step(leaves: &Leaves, components: usize, forward_only: bo
 pub(crate) fn constant_mixture(leaves: &Leaves, components: usize) -> Result<Mixture> {
     let mixture = detached_mixture(leaves, components)?;
     let log_priors = mixture.log_priors()?.detach();
-    Ok(Mixture::new(
+    let constant = Mixture::new(
         &mixture.contexts()?.detach(),
         Some(&log_priors).filter(|_| components > 1),
         &leaves.weight.detach(),
         if components == 1 { None } else { Some(leaves.bias.detach()) }.as_ref(),
-    )?)
+    )?;
+    Ok(constant.with_logit_function(leaves.logit_function)?)
 }
 
 /// Returns the mixture of the leaves, with contexts and log-priors that are variables themselves.
@@ -156,10 +165,11 @@ pub(crate) fn detached_mixture(leaves: &Leaves, components: usize) -> Result<Mix
     let positions = leaves.hidden.dim(0)?;
     if components == 1 {
         let contexts = Var::from_tensor(&leaves.hidden.unsqueeze(1)?)?;
-        return Ok(Mixture::new(&contexts, None, &leaves.weight, None)?);
+        return Ok(Mixture::new(&contexts, None, &leaves.weight, None)?.with_logit_function(leaves.logit_function)?);
     }
     let contexts = leaves.hidden.matmul(&leaves.latent_weight.t()?)?.tanh()?.reshape((positions, components, ()))?;
     let log_priors = candle_nn::ops::log_softmax(&leaves.hidden.matmul(&leaves.prior_weight.t()?)?, 1)?;
     let (contexts, log_priors) = (Var::from_tensor(&contexts)?, Var::from_tensor(&log_priors)?);
-    Ok(Mixture::new(&contexts, Some(&log_priors), &leaves.weight, Some(&leaves.bias))?)
+    let mixture = Mixture::new(&contexts, Some(&log_priors), &leaves.weight, Some(&leaves.bias))?;
+    Ok(mixture.with_logit_function(leaves.logit_function)?)
 }

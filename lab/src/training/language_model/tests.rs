@@ -1,5 +1,6 @@
 use super::*;
 use crate::layers::OutputKind;
+use mos_head::parts::LogitFunction;
 
 fn recipe(components: usize) -> Recipe {
     Recipe { components, hidden: 4, embedding: Some(3), context: Some(5), ..Recipe::BASE }
@@ -9,12 +10,20 @@ fn model(kind: HeadKind, vocab: usize, recipe: Recipe) -> LanguageModel {
     LanguageModel::new(kind, vocab, InitialValues::Small, &recipe, &Device::Cpu).expect("valid sizes")
 }
 
+/// Returns a model whose ids are counted: the higher, the more often.
+fn counted(kind: HeadKind, vocab: usize, recipe: Recipe) -> LanguageModel {
+    let entries = Entries { words: vec![], counts: (0..vocab).map(|id| id as f64).collect() };
+    let sizes = Sizes::new(kind, &recipe, vocab);
+    LanguageModel::with_entries(kind, sizes, InitialValues::Small, &recipe, &entries, &Device::Cpu)
+        .expect("valid sizes")
+}
+
 #[test]
 fn the_heads_have_equal_parameter_counts_within_one_percent() {
     for (vocab, embedding, hidden, components) in [(512, 32, 6, 8), (10_000, 220, 220, 5), (10_000, 220, 220, 15)] {
         let recipe = Recipe { hidden, components, embedding: Some(embedding), ..Recipe::BASE };
-        let parameters = |kind| model(kind, vocab, recipe).parameters() as f64;
-        for kind in [HeadKind::Moc, HeadKind::Mos] {
+        let parameters = |kind| counted(kind, vocab, recipe).parameters() as f64;
+        for kind in [HeadKind::Moc, HeadKind::Mos, HeadKind::Mixtape] {
             let ratio = parameters(kind) / parameters(HeadKind::Softmax);
             assert!((ratio - 1.0).abs() < 0.01, "{kind:?} {recipe:?}: {ratio}");
         }
@@ -23,11 +32,11 @@ fn the_heads_have_equal_parameter_counts_within_one_percent() {
 
 #[test]
 fn sizes_know_the_number_of_parameters() {
-    for (kind, layers) in [(HeadKind::Softmax, 1), (HeadKind::Moc, 2), (HeadKind::Mos, 3)] {
+    for (kind, layers) in [(HeadKind::Softmax, 1), (HeadKind::Moc, 2), (HeadKind::Mos, 3), (HeadKind::Mixtape, 2)] {
         let recipe = Recipe { layers, ..recipe(2) };
         let sizes = Sizes::new(kind, &recipe, 11);
         let parameters = sizes.parameters(kind);
-        assert_eq!(model(kind, 11, recipe).parameters(), parameters, "{kind:?}");
+        assert_eq!(counted(kind, 11, recipe).parameters(), parameters, "{kind:?}");
         for parameters in parameters - 1..=parameters + 1 {
             assert_eq!(sizes.with_parameters(kind, parameters), sizes);
         }
@@ -102,9 +111,9 @@ fn penalties_are_those_of_the_papers() {
 
 #[test]
 fn a_tied_decoder_is_the_embedding() {
-    for kind in HeadKind::ALL {
+    for kind in HeadKind::ALL.into_iter().chain([HeadKind::Mixtape]) {
         let recipe = Recipe { awd: Awd { tied: Some(true), inner: Some(6), ..Awd::NONE }, layers: 2, ..recipe(2) };
-        let (sizes, model) = (Sizes::new(kind, &recipe, 11), model(kind, 11, recipe));
+        let (sizes, model) = (Sizes::new(kind, &recipe, 11), counted(kind, 11, recipe));
         let names: Vec<String> = init::sorted(model.varmap()).into_iter().map(|(name, _)| name).collect();
         assert!(!names.iter().any(|name| name == "head.decoder.weight"), "{names:?}");
         assert_eq!(model.parameters(), sizes.parameters(kind), "{kind:?}");
@@ -155,4 +164,78 @@ fn spelled_models_with_projected_states_are_as_described_and_train() {
     let recipe = Recipe { output: Output { spelled_inputs: true, ..Output::FULL }, ..Recipe::BASE };
     let error = LanguageModel::new(HeadKind::Softmax, 7, InitialValues::Even, &recipe, &Device::Cpu).err();
     assert!(error.expect("no words").to_string().contains("--spelled-inputs"));
+}
+
+/// Returns the negative log-likelihood of the ids 0 to 10 after the ids 1 to 10 and 0.
+fn nll(model: &LanguageModel) -> Vec<f32> {
+    let ids = |first: u32| Tensor::from_iter((0..11).map(|i| (first + i) % 11), &Device::Cpu).unwrap();
+    let hidden = model.hidden(&ids(1).unsqueeze(0).unwrap(), &mut model.state(1).unwrap()).unwrap();
+    let options = LossOptions::evaluation().with_reduction(mos_head::Reduction::None);
+    let loss = model.head().loss(&hidden, &ids(0).unsqueeze(0).unwrap(), &options).unwrap();
+    loss.nll.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn a_checkpoint_keeps_head_function_and_frequent_ids() {
+    let tied = Awd { tied: Some(true), ..Awd::NONE };
+    for awd in [Awd::NONE, tied] {
+        let recipe = Recipe { awd, spread: 0.3, ..recipe(2) };
+        let sigsoftmax = Recipe { logit_function: LogitFunction::Sigsoftmax, ..recipe };
+        let kinds = HeadKind::ALL.into_iter().flat_map(|kind| [(kind, recipe), (kind, sigsoftmax)]);
+        for (kind, recipe) in kinds.chain([(HeadKind::Mixtape, recipe)]) {
+            let model = counted(kind, 11, recipe);
+            let checkpoint = model.checkpoint();
+            let stored = checkpoint.metadata.get("logit-function").map(String::as_str);
+            let is_sigsoftmax = recipe.logit_function == LogitFunction::Sigsoftmax;
+            assert_eq!(stored, is_sigsoftmax.then_some("sigsoftmax"));
+            let mut file = Checkpoint::default();
+            model.add_constants(&mut file).unwrap();
+            assert_eq!(file.tensors.contains_key("head.ids"), kind == HeadKind::Mixtape);
+            let (found, read) = LanguageModel::from_checkpoint(&checkpoint, 11, &Device::Cpu).expect("a model");
+            assert_eq!((found, nll(&read)), (kind, nll(&model)), "{kind:?}");
+            // Without what is stored, it would be another model.
+            if is_sigsoftmax {
+                let plain = Recipe { logit_function: LogitFunction::Identity, ..recipe };
+                assert_ne!(nll(&counted(kind, 11, plain)), nll(&model));
+                let error = counted(kind, 11, plain).restore(&checkpoint).expect_err("another function").to_string();
+                assert!(error.contains("--logit-function sigsoftmax") && error.contains("identity"), "{error}");
+            }
+        }
+        let mut other = counted(HeadKind::Mixtape, 11, recipe).checkpoint();
+        let read = |checkpoint: &Checkpoint| LanguageModel::from_checkpoint(checkpoint, 11, &Device::Cpu);
+        let before = nll(&read(&other).expect("a model").1);
+        other.tensors.insert("head.ids".into(), Tensor::arange(0u32, 11, &Device::Cpu).unwrap());
+        assert_ne!(nll(&read(&other).expect("a model").1), before);
+        other.tensors.insert("head.ids".into(), Tensor::zeros(11, DType::U32, &Device::Cpu).unwrap());
+        assert!(read(&other).err().expect("one id alone").to_string().contains("head.ids"));
+        other.tensors.remove("head.ids");
+        assert!(read(&other).err().expect("no order").to_string().contains("head.ids"));
+    }
+}
+
+#[test]
+fn outputs_and_functions_that_do_not_fit_are_errors_that_name_the_flags() {
+    let entries = Entries::count(&(0..11).map(|id| format!("w{id}")).collect::<Vec<_>>(), &[0, 1, 1]);
+    let build = |kind, recipe: Recipe, entries: &Entries| {
+        let sizes = Sizes::new(kind, &recipe, 11);
+        LanguageModel::with_entries(kind, sizes, InitialValues::Small, &recipe, entries, &Device::Cpu)
+    };
+    let error = |kind, recipe, entries: &Entries| build(kind, recipe, entries).err().expect("must fail").to_string();
+    let output = |kind| Recipe { output: Output { kind, ..Output::FULL }, ..recipe(2) };
+    for kind in [OutputKind::Sampled, OutputKind::CharCnn, OutputKind::Adaptive, OutputKind::Bpe] {
+        assert!(error(HeadKind::Mixtape, output(kind), &entries).contains("--head mixtape"), "{kind:?}");
+    }
+    assert!(error(HeadKind::Mixtape, recipe(2), &Entries::default()).contains("--head mixtape"));
+    let sigsoftmax = |recipe| Recipe { logit_function: LogitFunction::Sigsoftmax, ..recipe };
+    let refused = error(HeadKind::Mixtape, sigsoftmax(recipe(2)), &entries);
+    assert!(refused.contains("--logit-function") && refused.contains("--head mixtape"), "{refused}");
+    let refused = error(HeadKind::Mos, sigsoftmax(output(OutputKind::Adaptive)), &entries);
+    assert!(refused.contains("--logit-function") && refused.contains("--output adaptive"), "{refused}");
+    // The library refuses a sample.
+    let model = build(HeadKind::Mos, sigsoftmax(output(OutputKind::Sampled)), &entries).expect("valid sizes");
+    let options = model.options(LossOptions::new(), &mut StdRng::seed_from_u64(1)).expect("negatives");
+    let hidden = Tensor::zeros((1, 4), DType::F32, &Device::Cpu).unwrap();
+    let targets = Tensor::zeros(1, DType::U32, &Device::Cpu).unwrap();
+    let refused = model.head().loss(&hidden, &targets, &options).expect_err("a sample").to_string();
+    assert!(refused.contains("sigsoftmax"), "{refused}");
 }

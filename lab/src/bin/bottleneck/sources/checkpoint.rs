@@ -3,7 +3,9 @@
 use crate::args::Args;
 use crate::source::{named, Decoder, Head, Origin, Source, Text};
 use candle_core::{Device, Tensor};
+use candle_nn::{Embedding, VarBuilder};
 use lab::data::{language, Corpus, Streams, IGNORED};
+use lab::layers::mixtape::{counts_in_order, Mixtape, ORDER};
 use lab::layers::{Checkpoint, HeadKind};
 use lab::training::{LanguageModel, Model, Recipe};
 use lab::{show::progress, Result};
@@ -17,7 +19,8 @@ pub(super) fn open(path: &Path, args: &Args) -> Result<Source> {
     let corpus = corpus(&checkpoint, args.data.as_deref()).map_err(failed)?;
     let (kind, model) =
         LanguageModel::from_checkpoint(&checkpoint, corpus.words.len(), &Device::Cpu).map_err(failed)?;
-    let activation = Recipe::from_checkpoint(kind, &checkpoint)?.activation;
+    let recipe = Recipe::from_checkpoint(kind, &checkpoint)?;
+    let (activation, function) = (recipe.activation, recipe.logit_function);
     let ids = match &corpus.test {
         _ if !args.test => corpus.data.valid.clone(),
         Some(test) => test.clone(),
@@ -28,11 +31,26 @@ pub(super) fn open(path: &Path, args: &Args) -> Result<Source> {
     let tensor = |name: &str| -> Result<Tensor> { Ok(named(&checkpoint, path, name)?.to_dtype(dtype)?) };
     let tied = checkpoint.optional("tied")?.unwrap_or(false);
     let decoder = if tied { "embedding.weight" } else { "head.decoder.weight" };
-    let decoder = Decoder { weight: tensor(decoder)?, bias: Some(tensor("head.decoder.bias")?) };
+    let decoder = Decoder { weight: tensor(decoder)?, bias: Some(tensor("head.decoder.bias")?), function };
     let (weight, bias) = (decoder.weight.clone(), decoder.bias.clone());
     let width = weight.dim(1)?;
-    let (layer, prior_weight): (Box<dyn MixtureLayer>, _) = match kind {
-        HeadKind::Softmax => (Box::new(SoftmaxHead::from_tensors(weight, bias)?), None),
+    let hidden = hidden.to_dtype(dtype)?;
+    let model = |layer, prior_weight| Origin::Model { layer, decoder, hidden: hidden.clone(), prior_weight };
+    let origin = match kind {
+        HeadKind::Mixtape => {
+            let counts = counts_in_order(&named(&checkpoint, path, ORDER)?.to_vec1()?)?;
+            let config = recipe.head(corpus.words.len()).mixtape();
+            let vb = VarBuilder::from_tensors(checkpoint.tensors.clone(), dtype, &Device::Cpu).pp("head");
+            let head = if tied {
+                Mixtape::tied(config, &counts, &Embedding::new(weight, width), vb)?
+            } else {
+                Mixtape::new(config, &counts, vb)?
+            };
+            Origin::Logits { layer: Box::new(head), hidden }
+        }
+        HeadKind::Softmax => {
+            model(Box::new(SoftmaxHead::from_tensors(weight, bias)?.with_logit_function(function)?), None)
+        }
         HeadKind::Moc | HeadKind::Mos => {
             let prior_weight = tensor("head.prior.weight")?;
             let tensors = MixtureTensors {
@@ -44,17 +62,19 @@ pub(super) fn open(path: &Path, args: &Args) -> Result<Source> {
                 decoder_bias: bias,
             };
             let layer: Box<dyn MixtureLayer> = match kind {
-                HeadKind::Mos => Box::new(MixtureOfSoftmaxes::from_tensors(tensors, activation)?),
-                _ => Box::new(MixtureOfContexts::from_tensors(tensors, activation)?),
+                HeadKind::Mos => {
+                    Box::new(MixtureOfSoftmaxes::from_tensors(tensors, activation)?.with_logit_function(function)?)
+                }
+                _ => Box::new(MixtureOfContexts::from_tensors(tensors, activation)?.with_logit_function(function)?),
             };
-            (layer, Some(prior_weight))
+            model(layer, Some(prior_weight))
         }
     };
     let targets = Some(places.iter().map(|&place| ids[place]).collect());
     Ok(Source {
         name: path.display().to_string(),
         head: Some(Head { kind, width }),
-        origin: Origin::Model { layer, decoder, hidden: hidden.to_dtype(dtype)?, prior_weight },
+        origin,
         targets,
         text: Some(Text { corpus, ids, places }),
         epsilon: args.dtype.epsilon(),
@@ -119,7 +139,10 @@ pub(crate) mod tests {
     use super::*;
     use crate::sources::open;
     use clap::Parser;
-    use lab::training::{Awd, InitialValues, Session};
+    use lab::layers::Entries;
+    use lab::training::{Awd, InitialValues, Session, Sizes};
+    use mos_head::parts::LogitFunction;
+    use mos_head::{LossOptions, Reduction};
     use std::collections::HashMap;
     use std::ops::Deref;
     use std::path::PathBuf;
@@ -163,7 +186,9 @@ pub(crate) mod tests {
 
     fn saved_with(name: &str, kind: HeadKind, corpus: Corpus, recipe: &Recipe) -> Temporary {
         let (vocab, values) = (corpus.words.len(), InitialValues::Even);
-        let model = LanguageModel::new(kind, vocab, values, recipe, &Device::Cpu).expect("valid sizes");
+        let (sizes, entries) = (Sizes::new(kind, recipe, vocab), Entries::count(&corpus.words, &corpus.data.train));
+        let model = LanguageModel::with_entries(kind, sizes, values, recipe, &entries, &Device::Cpu);
+        let model = model.expect("valid sizes");
         let session = Session::new(kind, model, corpus.data, recipe).expect("valid sizes");
         let path = temporary(name);
         session.checkpoint().expect("copies").save(&path).expect("writes");
@@ -225,13 +250,44 @@ pub(crate) mod tests {
     fn a_tied_decoder_is_the_embedding() {
         let folder = folder("tied", &"a b c d e f g h\n".repeat(40));
         let awd = Awd { tied: Some(true), inner: Some(7), ..Awd::NONE };
-        for kind in HeadKind::ALL {
+        for kind in HeadKind::ALL.into_iter().chain([HeadKind::Mixtape]) {
             let recipe = Recipe { hidden: 6, context: Some(5), layers: 2, awd, ..Recipe::BASE };
             let path = saved_with("tied", kind, Corpus::from_folder(&folder, None).expect("a corpus"), &recipe);
             let source = open(&args(&["--contexts", "20"], &[&path])).expect("opens").remove(0);
             let width = if kind == HeadKind::Softmax { 6 } else { 5 };
             let head = source.head.expect("a checkpoint has one");
             assert_eq!((source.vocab(), head.width, source.contexts()), (9, width, 20), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn log_probabilities_are_those_of_the_model_with_its_head_and_function() {
+        let folder = folder("functions", &"a b a d c f g e h\n".repeat(40));
+        let function = LogitFunction::Sigsoftmax;
+        let plain = Recipe { hidden: 6, embedding: Some(8), context: Some(5), ..Recipe::BASE };
+        let all = HeadKind::ALL.map(|kind| (kind, Recipe { logit_function: function, ..plain }));
+        for (kind, recipe) in all.into_iter().chain([(HeadKind::Mixtape, plain)]) {
+            let path = saved_with("functions", kind, Corpus::from_folder(&folder, None).expect("a corpus"), &recipe);
+            let source = open(&args(&["--contexts", "20"], &[&path])).expect("opens").remove(0);
+            let checkpoint = Checkpoint::load(&path, &Device::Cpu).expect("reads");
+            let (_, model) = LanguageModel::from_checkpoint(&checkpoint, 9, &Device::Cpu).expect("a model");
+            let hidden = match &source.origin {
+                Origin::Model { hidden, .. } | Origin::Logits { hidden, .. } => hidden.narrow(0, 3, 9).expect("rows"),
+                _ => panic!("a checkpoint has hidden states"),
+            };
+            // The likelihood of id i at position i.
+            let (hidden, ids) =
+                (hidden.to_dtype(candle_core::DType::F32).unwrap(), Tensor::arange(0u32, 9, &Device::Cpu));
+            let options = LossOptions::evaluation().with_reduction(Reduction::None);
+            let nll =
+                model.head().loss(&hidden, &ids.unwrap(), &options).expect("a loss").nll.to_vec1::<f32>().unwrap();
+            let found = source.log_probs(3, 9).expect("rows").to_vec2::<f64>().expect("f64");
+            for (i, nll) in nll.into_iter().enumerate() {
+                assert!((found[i][i] + f64::from(nll)).abs() < 1e-5, "{kind:?} {i}: {} {nll}", found[i][i]);
+            }
+            assert_eq!(source.label(), kind.name());
+            let error = crate::gradient::run(&args(&[], &[&path]), &[source]).expect_err("must fail").to_string();
+            assert!(error.contains("--gradient"), "{kind:?}: {error}");
         }
     }
 

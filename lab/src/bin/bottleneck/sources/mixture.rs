@@ -5,6 +5,7 @@ use crate::args::Args;
 use crate::source::{Decoder, Head, Origin, Source};
 use candle_core::Tensor;
 use lab::{layers::HeadKind, Result};
+use mos_head::parts::LogitFunction;
 use std::path::Path;
 
 /// The contexts of a mixture of softmaxes; one softmax has K = 1.
@@ -46,6 +47,7 @@ pub(super) fn open(path: &Path, weight_key: &str, states: &Path, args: &Args) ->
             decoder: Decoder {
                 weight: weight.to_dtype(dtype)?,
                 bias: bias.map(|bias| bias.to_dtype(dtype)).transpose()?,
+                function: LogitFunction::Identity,
             },
         },
         targets,

@@ -1,12 +1,15 @@
 //! A checkpoint: one safetensors file with named f32 tensors and a few strings in its header.
 
-use super::{head::LOGIT_FUNCTION, init::sorted};
+use super::init::sorted;
 use crate::Result;
 use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
 use safetensors::tensor::SafeTensors;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+
+/// The key of a checkpoint for a function of the logits; without it, the function is the identity.
+pub(crate) const LOGIT_FUNCTION: &str = "logit-function";
 
 /// Named tensors and settings, as a file has them.
 #[derive(Default)]

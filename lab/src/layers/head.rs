@@ -1,6 +1,6 @@
 //! The choice of an output layer by flags, at equal numbers of parameters.
 
-use super::checkpoint::Checkpoint;
+use super::checkpoint::{Checkpoint, LOGIT_FUNCTION};
 use super::mixtape::MixtapeConfig;
 use crate::Result;
 use candle_nn::{Embedding, VarBuilder, VarMap};
@@ -71,9 +71,6 @@ pub fn logit_function() -> impl TypedValueParser<Value = LogitFunction> {
         }
     })
 }
-
-/// The key of a checkpoint for a function of the logits; without it, the function is the identity.
-pub(crate) const LOGIT_FUNCTION: &str = "logit-function";
 
 /// Returns the function of the logits of a checkpoint.
 pub(crate) fn stored_logit_function(checkpoint: &Checkpoint) -> Result<LogitFunction> {

@@ -52,8 +52,9 @@ impl MeanTerms {
         let mean_row = mean_row(&operands, dtype)?;
         // Not every device computes with empty tensors.
         let priors = match &operands.log_priors {
-            Some(log_priors) if positions > 0 => log_priors.exp()?,
-            _ => Tensor::ones((positions, components), dtype, operands.device())?,
+            _ if positions == 0 => Tensor::zeros((positions, components), dtype, operands.device())?,
+            Some(log_priors) => log_priors.exp()?,
+            None => Tensor::ones((positions, components), dtype, operands.device())?,
         };
         let logits = if positions == 0 {
             priors.clone()

@@ -8,7 +8,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Logits, Sizes, Tensors, HEADS};
-use common::check::{assert_near, build, central_differences, gradients};
+use common::check::{assert_central_differences, assert_near, build, gradients};
 use common::composed::Operands;
 use common::given::{places, Given};
 use common::problem::Problem;
@@ -130,16 +130,7 @@ fn its_gradients_equal_central_differences() -> Result<()> {
     let value = |tensors: &Tensors| -> Result<Tensor> {
         Ok(found(&case, tensors)?.mean_logit.expect("asked for").sqr()?.sum_all()?)
     };
-    let vars = case.variables(DType::F64)?;
-    let expected = central_differences(&case.drawn(DType::F64), |moved| {
-        Ok(value(&moved.constants(DType::F64, &Device::Cpu)?)?.to_scalar()?)
-    })?;
-    let found = gradients(&value(&vars)?.backward()?, &vars);
-    assert_eq!(found.len(), vars.len());
-    for (name, found) in found {
-        assert_abs_diff_eq!(found, expected[name], epsilon = 1e-8);
-    }
-    Ok(())
+    assert_central_differences(&case.drawn(DType::F64), value)
 }
 
 /// The scores and all gradients of `sum u m`, where m are the mean logits.

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use candle_nn::{VarBuilder, VarMap};
 use common::case::Tensors;
-use common::check::{assert_near, central_differences, gradients};
+use common::check::{assert_central_differences, assert_near, gradients};
 use common::given::Given;
 use common::problem::Problem;
 use common::values::{gradient, numbers, uniform};
@@ -520,15 +520,7 @@ fn gradients_equal_central_differences() -> Result<()> {
             let scores = Tensor::cat(&[scores.log_prob, Tensor::stack(&of_positions, 1)?], 1)?;
             Ok((scores * &upstream)?.sum_all()?)
         };
-        let vars = case.variables(DType::F64)?;
-        let expected = central_differences(&case.drawn(DType::F64), |moved| {
-            Ok(value(&moved.constants(DType::F64, &Device::Cpu)?)?.to_scalar()?)
-        })?;
-        let found = gradients(&value(&vars)?.backward()?, &vars);
-        assert_eq!(found.len(), vars.len());
-        for (name, found) in found {
-            assert_abs_diff_eq!(found, expected[name], epsilon = 1e-8);
-        }
+        assert_central_differences(&case.drawn(DType::F64), value)?;
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use approx::assert_relative_eq;
+use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use mos_head::{
@@ -136,6 +136,19 @@ pub fn central_differences(case: &Case, f: impl Fn(&Case) -> Result<f64>) -> Res
     let slopes = values::central_differences(&case.values, 1e-5, |moved| f(&with(moved.clone())))?;
     let slopes = with(slopes).constants(DType::F64, &Device::Cpu)?;
     Ok(slopes.iter().map(|(&name, slope)| (name, numbers(slope))).collect())
+}
+
+/// Asserts that a scalar of the tensors of a case has its central differences as gradients, in f64.
+pub fn assert_central_differences(case: &Case, value: impl Fn(&Tensors) -> Result<Tensor>) -> Result<()> {
+    let vars = case.variables(DType::F64, &Device::Cpu)?;
+    let expected =
+        central_differences(case, |moved| Ok(value(&moved.constants(DType::F64, &Device::Cpu)?)?.to_scalar()?))?;
+    let found = gradients(&value(&vars)?.backward()?, &vars);
+    assert_eq!(found.len(), vars.len());
+    for (name, found) in found {
+        assert_abs_diff_eq!(found, expected[name], epsilon = 1e-8);
+    }
+    Ok(())
 }
 
 /// The gradients of `value` for the upstream gradient `upstream`.

@@ -2,7 +2,7 @@
 //! rows computed from spellings, or a vocabulary of two levels.
 
 use super::head::{HeadKind, HeadSizes};
-use super::mixtape::{Mixtape, MixtapeConfig};
+use super::mixtape::{by_frequency, Mixtape, MixtapeConfig};
 use super::spelled::{CnnSize, Inputs};
 use crate::{show::values::name, Result};
 use candle_nn::{Embedding, VarBuilder};
@@ -38,6 +38,11 @@ pub enum OutputKind {
 }
 
 impl OutputKind {
+    /// Returns whether a training step looks at a sample of the vocabulary.
+    pub fn is_sampled(self) -> bool {
+        matches!(self, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn)
+    }
+
     /// Returns whether words are sequences of codes, and the codes are the head's vocabulary.
     pub fn is_coded(self) -> bool {
         matches!(self, OutputKind::LightRnn | OutputKind::HybridLightRnn | OutputKind::Bpe)
@@ -214,12 +219,8 @@ impl Output {
 
     /// Returns the distribution from which negatives are drawn, if any are.
     pub(crate) fn noise(self, entries: &Entries) -> Result<Option<NoiseDistribution>> {
-        match self.kind {
-            OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn => {
-                Ok(Some(NoiseDistribution::unigram(&self.noise.counts(entries))?))
-            }
-            _ => Ok(None),
-        }
+        let noise = || Ok(NoiseDistribution::unigram(&self.noise.counts(entries))?);
+        self.kind.is_sampled().then(noise).transpose()
     }
 
     /// Returns the options of a training step, with negatives of this seed.
@@ -239,10 +240,9 @@ impl Noise {
         if self == Noise::Unigram {
             return entries.counts.clone();
         }
-        let mut ids: Vec<usize> = (0..entries.counts.len()).collect();
-        ids.sort_by(|&a, &b| entries.counts[b].total_cmp(&entries.counts[a]));
+        let ids = by_frequency(&entries.counts);
         let mut counts = vec![0.0; ids.len()];
-        ids.iter().enumerate().for_each(|(rank, &id)| counts[id] = (1.0 / (rank as f64 + 1.0)).ln_1p());
+        ids.iter().enumerate().for_each(|(rank, &id)| counts[id as usize] = (1.0 / (rank as f64 + 1.0)).ln_1p());
         counts
     }
 }

@@ -1,6 +1,7 @@
 //! Growing the mixture of softmaxes of a language model from a trained softmax.
 
-use super::{language_model::LanguageModel, model::Model};
+use super::language_model::{special_output, LanguageModel};
+use super::model::Model;
 use crate::layers::{Checkpoint, HeadKind};
 use crate::Result;
 use mos_head::{MixtureOfSoftmaxes, MixtureTensors, SoftmaxHead};
@@ -11,8 +12,7 @@ impl LanguageModel {
     /// checkpoint must have the same sizes; the seed is that of the priors.
     pub fn grow(&self, checkpoint: &Checkpoint, seed: u64) -> Result<()> {
         let sizes = self.sizes();
-        if let Some(output) = checkpoint.optional::<String>("output")?.filter(|name| name != "sampled" && name != "nce")
-        {
+        if let Some(output) = special_output(checkpoint)? {
             return Err(format!("--grow needs a softmax over the whole vocabulary, not --output {output}").into());
         }
         let settings = sizes.settings(HeadKind::Softmax);

@@ -110,9 +110,7 @@ impl LanguageModel {
     /// Returns the model of a checkpoint, without the state of training.
     pub fn from_checkpoint(checkpoint: &Checkpoint, vocab: usize, device: &Device) -> Result<(HeadKind, Self)> {
         let kind = HeadKind::from_checkpoint(checkpoint)?;
-        // A sample makes no difference to an evaluation.
-        if let Some(output) = checkpoint.optional::<String>("output")?.filter(|name| name != "sampled" && name != "nce")
-        {
+        if let Some(output) = special_output(checkpoint)? {
             return Err(format!("the checkpoint has --output {output}, which can be resumed but not evaluated").into());
         }
         if checkpoint.optional::<String>("spelled-inputs")?.is_some() {
@@ -212,6 +210,12 @@ impl LanguageModel {
         }
         Ok(penalty)
     }
+}
+
+/// Returns the output of a checkpoint whose head is not over rows of the whole vocabulary: a sample makes no difference
+/// once the model is trained.
+pub(super) fn special_output(checkpoint: &Checkpoint) -> Result<Option<String>> {
+    Ok(checkpoint.optional::<String>("output")?.filter(|name| name != "sampled" && name != "nce"))
 }
 
 /// The number of parallel streams in an evaluation.

@@ -78,8 +78,7 @@ impl Sizes {
     /// different characters, without making it.
     pub fn described(self, kind: HeadKind, characters: usize) -> Result<usize> {
         let Sizes { head, embedding, output, tied, .. } = self;
-        let is_described =
-            matches!(output.kind, OutputKind::Full | OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
+        let is_described = output.kind == OutputKind::Full || output.kind.is_sampled();
         if !is_described || tied && output.spelled_inputs {
             return Err(
                 format!("--describe is not for --output {}, or --tied with --spelled-inputs", output.name()).into()

@@ -249,16 +249,21 @@ fn both_computations_agree_whatever_the_order_of_the_logits() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn both_computations_agree_with_options() -> Result<()> {
+/// Functions of the logits with terms of a loss.
+fn functions_and_terms() -> [(LogitFunction, LossTerms); 5] {
     let z_loss = LossTerms { z_loss: 0.01, ..LossTerms::default() };
-    for (function, terms) in [
+    [
         (Softcap(2.0), LossTerms::default()),
         (Identity, z_loss),
         (Softcap(30.0), z_loss),
         (Sigsoftmax, LossTerms::default()),
         (Sigsoftmax, z_loss),
-    ] {
+    ]
+}
+
+#[test]
+fn both_computations_agree_with_options() -> Result<()> {
+    for (function, terms) in functions_and_terms() {
         Case { function, terms, slope: 20.0, ..Case::new(30, 4, 20, 1200) }.check()?;
     }
     let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
@@ -310,18 +315,11 @@ fn tiles_agree_with_vectors() -> Result<()> {
 
 #[test]
 fn tiles_agree_with_vectors_with_options() -> Result<()> {
-    let z_loss = LossTerms { z_loss: 0.01, ..LossTerms::default() };
     let case = Case::new(17, 4, 20, 700);
     for slope in [-400.0, -60.0, 60.0, 400.0] {
         Case { slope, ..case }.check_tiles()?;
     }
-    for (function, terms) in [
-        (Softcap(2.0), LossTerms::default()),
-        (Identity, z_loss),
-        (Softcap(30.0), z_loss),
-        (Sigsoftmax, LossTerms::default()),
-        (Sigsoftmax, z_loss),
-    ] {
+    for (function, terms) in functions_and_terms() {
         Case { function, terms, slope: 20.0, ..case }.check_tiles()?;
     }
     let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };

@@ -244,10 +244,9 @@ impl Args {
         defaults.output = self.output();
         self.output.check(defaults.output)?;
         let kind = defaults.output.kind;
-        let is_sampled = matches!(kind, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
         let has_codes = matches!(kind, OutputKind::HybridLightRnn | OutputKind::Bpe);
         self.tables.check(has_codes, kind.is_coded() && kind != OutputKind::Bpe)?;
-        if is_sampled && self.recipe.label_smoothing.is_some_and(|epsilon| epsilon > 0.0) {
+        if kind.is_sampled() && self.recipe.label_smoothing.is_some_and(|epsilon| epsilon > 0.0) {
             return Err("--label-smoothing needs the whole vocabulary, not a sample".into());
         }
         if self.finetune.is_some() && kind.is_coded() {

@@ -42,7 +42,7 @@ impl OutputFlags {
 
     /// Fails if a flag has no effect on this output.
     pub(crate) fn check(&self, output: Output) -> Result<()> {
-        let is_sampled = matches!(output.kind, OutputKind::Sampled | OutputKind::Nce | OutputKind::CharCnn);
+        let is_sampled = output.kind.is_sampled();
         let is_spelled = output.kind == OutputKind::CharCnn;
         for (is_given, is_used, message) in [
             (self.samples.is_some(), is_sampled, "--samples is for --output sampled, nce and char-cnn"),

@@ -45,11 +45,10 @@ pub(crate) fn step(results: &Results) -> Result<String> {
             gradient = gradient.or(panel_gradient);
         }
         if let Some(mib) = gradient {
-            let note = format!("Of this memory, {mib:.0} MiB (up to the white line) are the decoder's gradient.");
+            let note = format!("The decoder's gradient is {mib:.0} MiB of this memory (up to the white line).");
             text(area, &note, (20, top - 12), SMALL, GREY)?;
         }
-        text(area, source(&all, false).trim().trim_matches('*'), (20, top + 10), SMALL, GREY)?;
-        Ok(())
+        origin(area, &all, false, top + 10)
     })
 }
 

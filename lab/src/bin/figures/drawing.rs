@@ -4,6 +4,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+use crate::format::source;
 use crate::results::{Line, Result};
 
 pub(crate) const WIDTH: i32 = 800;
@@ -47,6 +48,11 @@ pub(crate) fn titles(area: &Area, title: &str, subtitle: &str) -> Result<()> {
 pub(crate) fn level(area: &Area, right: i32, y: i32, value: &str) -> Result<()> {
     area.draw(&PathElement::new([(LEFT, y), (right, y)], PALE))?;
     text(area, value, (LEFT - 8, y), RIGHT_ALIGNED, GREY)
+}
+
+/// Says at the foot of a picture where its numbers come from.
+pub(crate) fn origin(area: &Area, lines: &[&Line], processors: bool, y: i32) -> Result<()> {
+    text(area, source(lines, processors).trim().trim_matches('*'), (20, y), SMALL, GREY)
 }
 
 /// Draws on a white ground of the given height.

@@ -22,9 +22,9 @@ const SYSTEMS: [(&str, RGBColor); 6] = [
 
 /// Draws the validation NLL of the three heads after each epoch, above the entropy of the language.
 pub(crate) fn curves(results: &Results) -> Result<String> {
-    const HEIGHT: i32 = 430;
+    const HEIGHT: i32 = 448;
     const RIGHT: i32 = WIDTH - 250;
-    const BOTTOM: i32 = HEIGHT - 58;
+    const BOTTOM: i32 = HEIGHT - 76;
     let lines = results.lines_of("curves");
     let entropy = lines.iter().find_map(|line| line.number("entropy_nats")).ok_or("no entropy of the language")?;
     let mut curves = vec![];
@@ -74,7 +74,8 @@ pub(crate) fn curves(results: &Results) -> Result<String> {
             }
             ends.extend(points.last().map(|(_, nll)| (*nll, format!("{} {nll:.3}", head_name(head)), *color)));
         }
-        end_labels(area, RIGHT + 12, y, ends)
+        end_labels(area, RIGHT + 12, y, ends)?;
+        origin(area, &lines, false, HEIGHT - 16)
     })
 }
 
@@ -136,14 +137,21 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
         for tick in (0..).map(|i| f64::from(i) * step).take_while(|gib| *gib <= highest) {
             level(area, RIGHT, y(tick), &format!("{tick}"))?;
         }
-        // There is no room for the numbers of fewer.
-        for (positions, _) in curves[0].1.iter().filter(|(positions, _)| 8.0 * positions >= most) {
-            text(area, &count(*positions), (x(*positions), BOTTOM + 16), CENTERED, GREY)?;
+        // A number that would touch the one before it is left out; its tick stays.
+        let mut free = i32::MIN;
+        for (positions, _) in &curves[0].1 {
+            let (at, label) = (x(*positions), count(*positions));
+            area.draw(&PathElement::new([(at, BOTTOM), (at, BOTTOM + 5)], GREY))?;
+            let half = 4 * label.len() as i32 + 3;
+            if at - half > free {
+                text(area, &label, (at, BOTTOM + 16), CENTERED, GREY)?;
+                free = at + half;
+            }
         }
         text(area, "positions", ((LEFT + RIGHT) / 2, BOTTOM + 38), CENTERED, GREY)?;
         let mut ends = vec![];
         for (i, (name, points)) in curves.iter().enumerate() {
-            let color = if i == 0 { OURS } else { OTHERS };
+            let color = [OURS, GREY, OTHERS][i.min(2)];
             let pixels: Vec<_> = points.iter().map(|&(positions, gib)| (x(positions), y(gib))).collect();
             area.draw(&PathElement::new(pixels.clone(), color.stroke_width(3)))?;
             for at in pixels {
@@ -153,8 +161,7 @@ pub(crate) fn memory(results: &Results) -> Result<Option<String>> {
             ends.push((last, format!("{name}: {last:.1} GiB"), if i == 0 { OURS } else { GREY }));
         }
         end_labels(area, RIGHT + 12, y, ends)?;
-        text(area, source(&lines, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;
-        Ok(())
+        origin(area, &lines, true, HEIGHT - 16)
     })?;
     Ok(Some(picture))
 }
@@ -205,8 +212,7 @@ pub(crate) fn equal_time(results: &Results) -> Result<Option<String>> {
             ends.extend(system.points.iter().rfind(|(at, _)| *at <= longest).map(|(_, value)| (*value, label, color)));
         }
         end_labels(area, RIGHT + 12, y, ends)?;
-        text(area, source(&used, true).trim().trim_matches('*'), (20, HEIGHT - 16), SMALL, GREY)?;
-        Ok(())
+        origin(area, &used, true, HEIGHT - 16)
     })?;
     Ok(Some(picture))
 }
@@ -224,9 +230,9 @@ fn part(number: f64, low: f64, high: f64) -> f64 {
 /// Draws the distribution of the singular values of the log-probabilities (Yang et al., 2018, figure 1), of the models
 /// that are measured first.
 pub(crate) fn rank(results: &Results) -> Result<String> {
-    const HEIGHT: i32 = 400;
+    const HEIGHT: i32 = 418;
     const RIGHT: i32 = WIDTH - 260;
-    const BOTTOM: i32 = HEIGHT - 58;
+    const BOTTOM: i32 = HEIGHT - 76;
     let mut lines = results.lines_of("bottleneck");
     let shape = lines.first().map_or("", |line| line.text("shape"));
     lines.retain(|line| line.is("shape", shape));
@@ -259,7 +265,7 @@ pub(crate) fn rank(results: &Results) -> Result<String> {
             let label = format!("{}: rank {}", head_name(line.text("head")), count(need(line, "rank")?));
             text(area, &label, (RIGHT + 12, TOP + 8 + 22 * i as i32), Font(13.0, FontStyle::Bold, HPos::Left), color)?;
         }
-        Ok(())
+        origin(area, &lines, false, HEIGHT - 16)
     })
 }
 

@@ -92,13 +92,30 @@ fn every_snippet_is_tested_here() {
     }
 }
 
-#[test]
-fn every_example_that_trains_lets_candles_idle_threads_sleep() {
+/// The text of every example.
+fn examples() -> impl Iterator<Item = (std::path::PathBuf, String)> {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
     let files = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
+    files
+        .filter(|file| file.extension().is_some_and(|extension| extension == "rs"))
+        .map(|file| (file.clone(), std::fs::read_to_string(&file).expect("a text")))
+}
+
+#[test]
+fn this_version_is_named_where_it_stands_in_a_text() {
+    let version = env!("CARGO_PKG_VERSION");
+    assert!(include_str!("../README.md").contains(&format!("**Status**: {version},")));
+    assert!(include_str!("../CHANGELOG.md").contains(&format!("\n## [{version}] - ")));
+    let (minor, _) = version.rsplit_once('.').expect("a version");
+    for (file, text) in examples() {
+        assert!(text.contains(&format!("mos-head {minor}")), "{}: a copy depends on {minor}", file.display());
+    }
+}
+
+#[test]
+fn every_example_that_trains_lets_candles_idle_threads_sleep() {
     let mut training = 0;
-    for file in files.filter(|file| file.extension().is_some_and(|extension| extension == "rs")) {
-        let text = std::fs::read_to_string(&file).expect("a text");
+    for (file, text) in examples() {
         let (_, main) = text.split_once("fn main()").expect("a program");
         if text.contains(".backward(") || text.contains(".backward_with(") {
             training += 1;

@@ -20,7 +20,7 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::ops::Range;
 
 /// The number of contexts, K: the leaves of the tree.
-const COMPONENTS: usize = 4;
+pub const COMPONENTS: usize = 4;
 /// The number of sigmoids of the tree.
 const GATES: usize = COMPONENTS - 1;
 /// The tensor of a checkpoint that has the ids in descending order of their frequency.
@@ -180,8 +180,8 @@ impl Mixtape {
     /// Computes the logits `[positions, vocab]` of hidden states `[positions, hidden]`, in descending order of
     /// frequency, as the decoder's rows are. A mask `[positions, 4 d]` is that of the contexts' dropout.
     fn logits(&self, parameters: &Parameters, hidden: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
-        let MixtapeConfig { vocab, context, gate, frequent, .. } = self.config;
-        let Parameters { latent, decoder, gate_latent, gate_weight, gate_rows } = parameters;
+        let MixtapeConfig { vocab, context, frequent, .. } = self.config;
+        let Parameters { latent, decoder, .. } = parameters;
         let positions = hidden.dim(0)?;
         let mut contexts = hidden.matmul(&latent[0].t()?)?.broadcast_add(&latent[1])?.tanh()?;
         if let Some(mask) = mask {
@@ -189,22 +189,37 @@ impl Mixtape {
         }
         let contexts = contexts.reshape((positions, COMPONENTS, context))?;
         let [rows, bias] = decoder;
-        // [positions, 3]: what the gates of all ids have in common
-        let common = hidden.matmul(&gate_weight.t()?)?;
-
+        let (priors, shared) = self.priors_by_frequency(parameters, hidden)?;
         let products = contexts.flatten_to(1)?.matmul(&rows.narrow(0, 0, frequent)?.t()?)?;
         let products = products.reshape((positions, COMPONENTS, frequent))?;
-        let gates = hidden.matmul(&gate_latent.t()?)?.tanh()?.reshape((positions * GATES, gate))?;
-        let gates = gates.matmul(&gate_rows[0].t()?)?.reshape((positions, GATES, frequent))?;
-        let gates = gates.broadcast_add(&common.unsqueeze(2)?)?.broadcast_add(&gate_rows[1])?;
-        let mut logits = vec![(tree(&gates)? * products)?.sum(1)?];
-
+        let mut logits = vec![(priors * products)?.sum(1)?];
         if frequent < vocab {
-            let priors = tree(&common.unsqueeze(2)?)?;
-            let mixed = contexts.broadcast_mul(&priors)?.sum(1)?;
+            let mixed = contexts.broadcast_mul(&shared)?.sum(1)?;
             logits.push(mixed.matmul(&rows.narrow(0, frequent, vocab - frequent)?.t()?)?);
         }
         Ok(Tensor::cat(&logits, 1)?.broadcast_add(bias)?)
+    }
+
+    /// Computes the priors of the frequent ids `[positions, 4, frequent]`, in descending order of frequency, and those
+    /// that all other ids share, `[positions, 4, 1]`.
+    fn priors_by_frequency(&self, parameters: &Parameters, hidden: &Tensor) -> Result<(Tensor, Tensor)> {
+        let MixtapeConfig { gate, frequent, .. } = self.config;
+        let Parameters { gate_latent, gate_weight, gate_rows: [rows, bias], .. } = parameters;
+        let positions = hidden.dim(0)?;
+        // [positions, 3, 1]: what the gates of all ids have in common
+        let common = hidden.matmul(&gate_weight.t()?)?.unsqueeze(2)?;
+        let gates = hidden.matmul(&gate_latent.t()?)?.tanh()?.reshape((positions * GATES, gate))?;
+        let gates = gates.matmul(&rows.t()?)?.reshape((positions, GATES, frequent))?;
+        let gates = gates.broadcast_add(&common)?.broadcast_add(bias)?;
+        Ok((tree(&gates)?, tree(&common)?))
+    }
+
+    /// Computes the priors `[positions, 4, vocab]` of each id's contexts after hidden states `[positions, hidden]`.
+    pub fn priors(&self, hidden: &Tensor) -> Result<Tensor> {
+        let MixtapeConfig { vocab, frequent, .. } = self.config;
+        let (priors, shared) = self.priors_by_frequency(&self.parameters, hidden)?;
+        let shared = shared.broadcast_as((hidden.dim(0)?, COMPONENTS, vocab - frequent))?;
+        Ok(Tensor::cat(&[priors, shared.contiguous()?], 2)?.index_select(&self.places, 2)?)
     }
 
     /// Computes the negative log-likelihoods `[positions]` of the ids in these places.

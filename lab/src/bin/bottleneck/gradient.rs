@@ -1,21 +1,23 @@
 //! The share of the logits' gradient that a decoder passes on to its contexts (arXiv 2603.10145).
 //!
 //! ```text
-//! G = dL/dz   [positions, vocab], L the cross-entropy of the targets, z = c W^T + b
+//! G = dL/dz   [positions, vocab], L the cross-entropy of the targets, z = c W^T + b, P = softmax(f(z))
 //! share = ||G W (W^T W)^(-1/2)||_F / ||G||_F
 //! ```
 //!
 //! The gradient of the contexts is `G W`, so that nothing remains of what is orthogonal to the columns of W: the share
-//! is the norm of G's projection onto them, relative to that of G. A softmax has `G = P - Y`. The logits of component k
-//! of a mixture of softmaxes have `G_k = r_k (s_k - y)`, with the responsibility `r_k = pi_k s_kt / P(t)` of the
-//! component for the target t; the sums of squares are over all positions and components.
+//! is the norm of G's projection onto them, relative to that of G. A softmax has `G = f'(z) (P - Y)`. The logits of
+//! component k of a mixture of softmaxes have `G_k = r_k f'(z_k) (s_k - y)`, with the responsibility
+//! `r_k = pi_k s_kt / P(t)` of the component for the target t; those of Mixtape's context k have `G_k = pi_k (P - Y)`, with
+//! its priors of each id. The sums of squares are over all positions and components.
 
-use crate::source::{values, Decoder, Source};
+use crate::source::{values, Decoder, Origin, Source};
 use crate::{args::Args, spectrum::Rows};
+use candle_core::Tensor;
 use faer::{Mat, MatRef};
 use lab::show::report::{number, table};
 use lab::{show::progress, Result};
-use mos_head::{parts::LogitFunction, Distributions};
+use mos_head::{parts::LogitFunction, Distributions, OutputLayer};
 use serde_json::{json, Value};
 
 /// The gradients of the logits that are computed at a time, at most, unless those of one position need more.
@@ -49,12 +51,9 @@ struct Passed {
 /// Measures the gradient of a source in chunks of positions, each of which takes `budget` bytes at most.
 fn passed(source: &Source, budget: usize) -> Result<Passed> {
     let decoder = source.decoder()?;
-    if decoder.function != LogitFunction::Identity {
-        return Err(format!("{}: --gradient is for logits c W^T + b without a --logit-function", source.name).into());
-    }
     let missing = || format!("{}: --gradient needs the tensor targets in the file of --hidden", source.name);
     let targets = source.targets.as_deref().ok_or_else(missing)?;
-    let (vocab, components) = (source.vocab(), source.mixture(0, 1)?.log_priors()?.elem_count());
+    let (vocab, components) = (source.vocab(), source.components()?);
     let columns = Columns::new(decoder, source.epsilon)?;
     let chunk = (budget / (components * vocab * BYTES_PER_LOGIT)).max(1);
     let (mut all, mut projected) = (0.0, 0.0);
@@ -81,22 +80,49 @@ fn passed(source: &Source, budget: usize) -> Result<Passed> {
 
 /// Computes the gradient of the logits `[positions, K, vocab]` of some positions.
 fn logit_gradient(source: &Source, decoder: &Decoder, start: usize, targets: &[u32]) -> Result<Vec<f64>> {
+    if let Origin::Mixtape { layer, hidden, .. } = &source.origin {
+        let hidden = hidden.narrow(0, start, targets.len())?;
+        let mut gradient = values(&layer.log_probs(&hidden)?)?;
+        for (row, &target) in gradient.chunks_exact_mut(source.vocab()).zip(targets) {
+            softmax_gradient(row, target as usize, 1.0);
+        }
+        let gradient = Tensor::from_vec(gradient, (targets.len(), 1, source.vocab()), hidden.device())?;
+        return values(&layer.priors(&hidden)?.to_dtype(gradient.dtype())?.broadcast_mul(&gradient)?);
+    }
     let contexts = source.mixture(start, targets.len())?.contexts()?;
     let (positions, components, width) = contexts.dims3()?;
-    let softmaxes = decoder.mixture(&contexts.reshape((positions * components, 1, width))?, None)?;
-    let mut rows = values(&softmaxes.log_probs()?)?;
+    let contexts = contexts.reshape((positions * components, width))?;
+    let mut rows = values(&decoder.mixture(&contexts.unsqueeze(1)?, None)?.log_probs()?)?;
     let log_posteriors = match source.log_posteriors(start, targets)? {
         Some(log_posteriors) => values(&log_posteriors)?,
         None => vec![0.0; positions],
     };
     let targets = targets.iter().flat_map(|&target| std::iter::repeat_n(target as usize, components));
     for ((row, log_posterior), target) in rows.chunks_exact_mut(source.vocab()).zip(log_posteriors).zip(targets) {
-        let responsibility = log_posterior.exp();
-        let at_target = responsibility * row[target].exp_m1();
-        row.iter_mut().for_each(|value| *value = responsibility * value.exp());
-        row[target] = at_target;
+        softmax_gradient(row, target, log_posterior.exp());
+    }
+    if decoder.function != LogitFunction::Identity {
+        let slope = slope(decoder.function)?;
+        let logits = values(&decoder.logits(&contexts)?)?;
+        rows.iter_mut().zip(logits).for_each(|(gradient, logit)| *gradient *= slope(logit));
     }
     Ok(rows)
+}
+
+/// Turns log-probabilities into the gradient of a softmax's logits, `r (p - y)`, without cancellation at the target.
+fn softmax_gradient(log_probs: &mut [f64], target: usize, responsibility: f64) {
+    let at_target = responsibility * log_probs[target].exp_m1();
+    log_probs.iter_mut().for_each(|value| *value = responsibility * value.exp());
+    log_probs[target] = at_target;
+}
+
+/// Returns the derivative of a function of the logits.
+fn slope(function: LogitFunction) -> Result<Box<dyn Fn(f64) -> f64>> {
+    Ok(match function {
+        LogitFunction::Identity => Box::new(|_| 1.0),
+        LogitFunction::Sigsoftmax => Box::new(|logit| 1.0 + 1.0 / (1.0 + logit.exp())),
+        _ => return Err(format!("--gradient does not know the derivative of {function:?}").into()),
+    })
 }
 
 /// The column space of a decoder's weight W. An orthonormal basis of it are the left singular vectors
@@ -165,10 +191,11 @@ fn json(found: &[Passed]) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sources::tests::{args, file, saved};
+    use crate::sources::tests::{args, file, saved_with};
     use crate::sources::{self, log_softmax, random};
     use candle_core::{Tensor, Var, D};
-    use lab::{data::language::Teacher, layers::HeadKind};
+    use lab::layers::{Checkpoint, HeadKind};
+    use lab::{data::language::Teacher, training::Recipe};
 
     /// More than any test needs.
     const ALL: usize = 1 << 30;
@@ -201,11 +228,21 @@ mod tests {
         let (contexts, log_priors) = (mixture.contexts().expect("copies"), mixture.log_priors().expect("copies"));
         let logits = contexts.broadcast_matmul(&decoder.weight.t()?)?;
         let logits = Var::from_tensor(&logits.broadcast_add(decoder.bias.as_ref().expect("a bias"))?)?;
-        let log_probs = log_softmax(&logits).broadcast_add(&log_priors.unsqueeze(2)?)?.log_sum_exp(1)?;
+        let changed = match decoder.function {
+            LogitFunction::Identity => logits.as_tensor().clone(),
+            // 2 z - log(1 + exp(z)), for logits that are small.
+            _ => (logits.affine(2.0, 0.0)? - logits.exp()?.affine(1.0, 1.0)?.log()?)?,
+        };
+        let log_probs = log_softmax(&changed).broadcast_add(&log_priors.unsqueeze(2)?)?.log_sum_exp(1)?;
+        projected(source, &log_probs, &logits, columns)
+    }
+
+    /// Projects the gradient of these logits `[positions, K, vocab]`, through log-probabilities `[positions, vocab]`.
+    fn projected(source: &Source, log_probs: &Tensor, logits: &Var, columns: &Tensor) -> candle_core::Result<f64> {
         let targets = Tensor::new(source.targets.as_deref().expect("targets"), log_probs.device())?.unsqueeze(1)?;
         let nll = log_probs.gather(&targets, D::Minus1)?.mean_all()?.neg()?;
         let gradients = nll.backward()?;
-        let gradient = gradients.get(&logits).expect("it depends on the logits").flatten_to(1)?;
+        let gradient = gradients.get(logits).expect("it depends on the logits").flatten_to(1)?;
         let matrix = |tensor: &Tensor| -> candle_core::Result<Mat<f64>> {
             let (rows, width) = tensor.dims2()?;
             let values = values(tensor).expect("copies");
@@ -277,16 +314,44 @@ mod tests {
         assert_close(share(&source, ALL), dense(&source, weight).expect("fits"), 1e-5);
     }
 
+    /// An untrained model of six units, whose mixtures have contexts of size 5.
+    const RECIPE: Recipe = Recipe { hidden: 6, embedding: Some(8), context: Some(5), seed: 1, ..Recipe::BASE };
+
     #[test]
-    fn every_head_of_a_checkpoint_has_a_share() {
-        for kind in HeadKind::ALL {
-            let path = saved(&format!("share_{}", kind.name()), kind, Teacher::default().built_in(1));
+    fn every_head_of_a_checkpoint_has_a_share_with_every_function_of_its_logits() {
+        let functions = [LogitFunction::Identity, LogitFunction::Sigsoftmax];
+        for (kind, logit_function) in HeadKind::ALL.into_iter().flat_map(|kind| functions.map(|f| (kind, f))) {
+            let (name, recipe) = (format!("share_{}", kind.name()), Recipe { logit_function, ..RECIPE });
+            let path = saved_with(&name, kind, Teacher::default().built_in(1), &recipe);
             let args = args(&["--gradient", "--contexts", "60"], &[&path]);
             let sources = sources::open(&args).expect("a checkpoint of the lab");
             run(&args, &sources).expect("targets are known");
-            let weight = &sources[0].decoder().expect("a decoder").weight;
-            assert_close(share(&sources[0], ALL), dense(&sources[0], weight).expect("fits"), 1e-10);
+            let decoder = sources[0].decoder().expect("a decoder");
+            assert_eq!(decoder.function, logit_function);
+            assert_close(share(&sources[0], ALL), dense(&sources[0], &decoder.weight).expect("fits"), 1e-10);
         }
+    }
+
+    #[test]
+    fn mixtape_has_the_share_of_the_logits_of_its_contexts() {
+        let path = saved_with("share_mixtape", HeadKind::Mixtape, Teacher::default().built_in(1), &RECIPE);
+        let source = sources::open(&args(&["--contexts", "60"], &[&path])).expect("a checkpoint of the lab").remove(0);
+        let Origin::Mixtape { layer, decoder, hidden } = &source.origin else { panic!("a Mixtape") };
+        let checkpoint = Checkpoint::load(&path, hidden.device()).expect("reads");
+        let tensor = |name: &str| checkpoint.tensors[name].to_dtype(hidden.dtype());
+        let expected = || {
+            let contexts = hidden.matmul(&tensor("head.latent.weight")?.t()?)?;
+            let contexts = contexts.broadcast_add(&tensor("head.latent.bias")?)?.tanh()?.reshape((60, 4, 5))?;
+            let logits = Var::from_tensor(&contexts.broadcast_matmul(&decoder.weight.t()?)?)?;
+            let priors = layer.priors(hidden).expect("priors");
+            let mixed = (priors * logits.as_tensor())?.sum(1)?;
+            let log_probs = log_softmax(&mixed.broadcast_add(decoder.bias.as_ref().expect("a bias"))?);
+            let difference = (&log_probs - source.log_probs(0, 60).expect("rows"))?.abs()?.max_all()?;
+            assert!(difference.to_scalar::<f64>()? < 1e-12);
+            projected(&source, &log_probs, &logits, &decoder.weight)
+        };
+        assert_close(share(&source, ALL), expected().expect("fits"), 1e-10);
+        assert_close(share(&source, 1), share(&source, ALL), 1e-12);
     }
 
     #[test]

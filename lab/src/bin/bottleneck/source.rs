@@ -1,6 +1,7 @@
 //! A source of log-probabilities: a mixture of known contexts, or the log-probabilities themselves.
 
 use candle_core::{DType, Device, Tensor, D};
+use lab::layers::mixtape::{self, Mixtape};
 use lab::layers::{Checkpoint, HeadKind};
 use lab::{data::Corpus, Result};
 use mos_head::parts::LogitFunction;
@@ -42,9 +43,10 @@ pub(crate) enum Origin {
         log_priors: Option<Tensor>,
         decoder: Decoder,
     },
-    /// A head that mixes logits, as Mixtape does.
-    Logits {
-        layer: Box<dyn OutputLayer>,
+    /// A head that mixes logits `c_k W^T`.
+    Mixtape {
+        layer: Box<Mixtape>,
+        decoder: Decoder,
         /// `[positions, hidden]`
         hidden: Tensor,
     },
@@ -53,6 +55,7 @@ pub(crate) enum Origin {
 }
 
 /// The logits of a context c are `f(c W^T + b)`.
+#[derive(Clone)]
 pub(crate) struct Decoder {
     /// `[vocab, d]`
     pub(crate) weight: Tensor,
@@ -63,6 +66,15 @@ pub(crate) struct Decoder {
 }
 
 impl Decoder {
+    /// Computes the logits `c W^T + b` `[rows, vocab]` of contexts `[rows, d]`, without the function.
+    pub(crate) fn logits(&self, contexts: &Tensor) -> Result<Tensor> {
+        let products = contexts.matmul(&self.weight.t()?)?;
+        Ok(match &self.bias {
+            Some(bias) => products.broadcast_add(bias)?,
+            None => products,
+        })
+    }
+
     /// Makes the mixture of these contexts.
     pub(crate) fn mixture(&self, contexts: &Tensor, log_priors: Option<&Tensor>) -> Result<Mixture> {
         let mixture = Mixture::new(contexts, log_priors, &self.weight, self.bias.as_ref())?;
@@ -91,19 +103,15 @@ impl Source {
                 let log_priors = log_priors.as_ref().map(|all| all.narrow(0, start, count)).transpose()?;
                 decoder.mixture(&contexts, log_priors.as_ref())
             }
-            Origin::Logits { .. } => {
-                Err(format!("{} is a {}, which mixes logits: it has no mixture of softmaxes", self.name, self.label())
-                    .into())
-            }
+            Origin::Mixtape { .. } => Err(format!("{} mixes logits: it has no mixture of softmaxes", self.name).into()),
             Origin::LogProbs(_) => Err(format!("{} has log-probabilities, but no mixture", self.name).into()),
         }
     }
 
     pub(crate) fn decoder(&self) -> Result<&Decoder> {
         match &self.origin {
-            Origin::Model { decoder, .. } | Origin::Mixture { decoder, .. } => Ok(decoder),
-            Origin::Logits { .. } => {
-                Err(format!("{} is a {}: --gradient is for a softmax and its mixtures", self.name, self.label()).into())
+            Origin::Model { decoder, .. } | Origin::Mixture { decoder, .. } | Origin::Mixtape { decoder, .. } => {
+                Ok(decoder)
             }
             Origin::LogProbs(_) => Err(format!("{} has log-probabilities, but no decoder", self.name).into()),
         }
@@ -113,7 +121,7 @@ impl Source {
     pub(crate) fn log_probs(&self, start: usize, count: usize) -> Result<Tensor> {
         match &self.origin {
             Origin::LogProbs(all) => Ok(all.narrow(0, start, count)?),
-            Origin::Logits { layer, hidden } => Ok(layer.log_probs(&hidden.narrow(0, start, count)?)?),
+            Origin::Mixtape { layer, hidden, .. } => Ok(layer.log_probs(&hidden.narrow(0, start, count)?)?),
             _ => Ok(self.mixture(start, count)?.log_probs()?),
         }
     }
@@ -147,16 +155,24 @@ impl Source {
     pub(crate) fn contexts(&self) -> usize {
         match &self.origin {
             Origin::Model { hidden: rows, .. }
-            | Origin::Logits { hidden: rows, .. }
+            | Origin::Mixtape { hidden: rows, .. }
             | Origin::Mixture { contexts: rows, .. }
             | Origin::LogProbs(rows) => rows.dims()[0],
+        }
+    }
+
+    /// Returns the number of contexts of a position, K.
+    pub(crate) fn components(&self) -> Result<usize> {
+        match &self.origin {
+            Origin::Mixtape { .. } => Ok(mixtape::COMPONENTS),
+            _ => Ok(self.mixture(0, 1)?.log_priors()?.elem_count()),
         }
     }
 
     pub(crate) fn vocab(&self) -> usize {
         match &self.origin {
             Origin::Model { layer, .. } => layer.vocab_size(),
-            Origin::Logits { layer, .. } => layer.vocab_size(),
+            Origin::Mixtape { layer, .. } => layer.vocab_size(),
             Origin::Mixture { decoder, .. } => decoder.weight.dims()[0],
             Origin::LogProbs(all) => all.dims()[1],
         }

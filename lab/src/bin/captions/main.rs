@@ -36,6 +36,10 @@ use report::Trained;
 use std::cell::Cell;
 use std::process::ExitCode;
 
+/// A training frees and allocates large tensors in each step, and this allocator keeps their memory.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     lab::start(run)
 }

@@ -27,6 +27,10 @@ use lab::training::{generate, heads, InitialValues, LanguageModel, Recipe, Sessi
 use lab::{show::plot::Axes, Result};
 use std::process::ExitCode;
 
+/// A training frees and allocates large tensors in each step, and this allocator keeps their memory.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     lab::start(run)
 }

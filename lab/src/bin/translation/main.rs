@@ -51,6 +51,10 @@ use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
+/// A training frees and allocates large tensors in each step, and this allocator keeps their memory.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     lab::start(run)
 }

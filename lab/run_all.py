@@ -42,6 +42,20 @@ SYSTEMS = {
     "adaptive": "--head mos --output adaptive --tied false --embedding 160",
     "codes": "--head mos --output hybrid-light-rnn --inner 580 --hidden 430 --embedding 300",
 }
+# What came after the mixture of softmaxes: each has trials of its own, and two seeds.
+SUCCESSORS = {
+    "sampled": SYSTEMS["sampled"],
+    "sigsoftmax": "--head softmax --logit-function sigsoftmax",
+    "mos-sigsoftmax": "--head mos --logit-function sigsoftmax",
+    "mixtape": "--head mixtape",
+}
+# Both go on from the softmax of their seed for as many epochs. Their trials are an epoch of the whole text.
+CONTINUED = {
+    "grown": "--grow {RUNS}/ptb-softmax-seed-SEED.safetensors",
+    "control": "--head softmax --resume {RUNS}/ptb-softmax-seed-SEED.safetensors",
+}
+# The contexts whose log-probabilities have the rank that is measured.
+CONTEXTS = 2000
 # The others have the learning rate of the mixture's best trial.
 TRIED = [*HEADS, "sampled"]
 # Minutes of equal time; each system has these on one core, at the seconds of a step on a quiet machine.
@@ -122,6 +136,10 @@ class StepSeconds(Run):
     """The time of a step, for which the machine must have nothing else to do."""
 
 
+class Bottleneck(Run):
+    """The rank of a model's log-probabilities, and the share of the logits' gradient that its decoder passes on."""
+
+
 def best(trials, results):
     """The setting of the trial with the lowest validation perplexity; one that diverged has none."""
     lines = [trial.result(results) for trial in trials]
@@ -133,44 +151,87 @@ def language_model(name, figure, data, flags, needs=(), **more):
     return Run(name, figure, shape, "language_model", data, flags, needs, settings=PTB_TRIALS, **more)
 
 
+def small_trials(system, flags):
+    """Trials of every learning rate on a quarter of the text."""
+    return [
+        language_model(f"ptb-{system}-trial-{i}", "ptb-small-trials", "ptb-quarter", f"{flags} {PTB_RECIPE} {trial} --epochs 3",
+                       system=system, trial=i, seed=1)
+        for i, trial in enumerate(PTB_TRIALS, 1)
+    ]  # fmt: skip
+
+
+def small_seeds(system, figure, flags, trials, epochs=PTB_EPOCHS, files=None):
+    """Two seeds of the best trial. `files` has a run for each seed, whose checkpoint the flags name."""
+    runs = []
+    for seed in SEEDS:
+
+        def final(results, seed=seed):
+            return f"{flags.replace('SEED', str(seed))} {PTB_RECIPE} {best(trials, results)} --epochs {epochs} --evaluations 4 --seed {seed}"
+
+        more = {"files": [files[seed]]} if files else {}
+        runs.append(language_model(f"ptb-{system}-seed-{seed}", figure, "ptb", final, trials, **more, system=system, seed=seed))
+    return runs
+
+
+def step_seconds(system, flags, **more):
+    return StepSeconds(f"ptb-{system}-seconds", "step-seconds", "Penn Treebank, preset small", "language_model", "ptb",
+                       f"{flags} {PTB_RECIPE}", system=system, **more)  # fmt: skip
+
+
 def penn_treebank():
     runs, tried = [], {}
     for system, flags in SYSTEMS.items():
-        common = f"{flags} {PTB_RECIPE}"
         if system in TRIED:
-            tried[system] = trials = [
-                language_model(f"ptb-{system}-trial-{i}", "ptb-small-trials", "ptb-quarter",
-                               f"{common} {trial} --epochs 3", system=system, trial=i, seed=1)
-                for i, trial in enumerate(PTB_TRIALS, 1)
-            ]  # fmt: skip
-            runs += trials
+            tried[system] = small_trials(system, flags)
+            runs += tried[system]
         trials = tried.get(system, tried.get("mos"))
-
-        def chosen(results, common=common, trials=trials):
-            return f"{common} {best(trials, results)}"
-
-        for seed in SEEDS if system in HEADS else []:
-            final = lambda results, seed=seed, chosen=chosen: (
-                f"{chosen(results)} --epochs {PTB_EPOCHS} --evaluations 4 --seed {seed}"
-            )
-            runs.append(language_model(f"ptb-{system}-seed-{seed}", "ptb-small", "ptb", final, trials, system=system, seed=seed))
-
-        table = " --table random" if system == "codes" else ""
-        seconds = StepSeconds(f"ptb-{system}-seconds", "step-seconds", "Penn Treebank, preset small", "language_model", "ptb",
-                              f"{common}{table}", system=system)  # fmt: skip
+        if system in HEADS:
+            runs += small_seeds(system, "ptb-small", flags, trials)
+        seconds = step_seconds(system, flags + (" --table random" if system == "codes" else ""))
         runs.append(seconds)
         # The mixture of softmaxes is trained for longer than the equal time already.
         if system != "mos":
 
-            def equal(results, system=system, chosen=chosen, seconds=seconds):
+            def equal(results, system=system, flags=flags, trials=trials, seconds=seconds):
                 epoch = STEPS.get(system, WORD_STEPS) * seconds.result(results)["seconds"]
                 table = " --rounds 2 --table-file {RUNS}/ptb-table.safetensors" if system == "codes" else ""
-                return f"{chosen(results)} --epochs {math.ceil(60 * MINUTES / epoch)} --evaluations 4{table}"
+                chosen = f"{flags} {PTB_RECIPE} {best(trials, results)}"
+                return f"{chosen} --epochs {math.ceil(60 * MINUTES / epoch)} --evaluations 4{table}"
 
             runs.append(language_model(f"ptb-{system}-equal", "equal-time", "ptb", equal, [*trials, seconds], system=system, seed=1))
+    runs += successors({run.name: run for run in runs})
     word = next(run for run in runs if run.name == "ptb-softmax-seed-1")
     flags = f"--spell {{RUNS}}/{word.name}.safetensors {SPELL}"
     runs.append(Run("ptb-spell", "spell", "Penn Treebank", "language_model", "ptb", flags, files=[word], seed=1))
+    return runs
+
+
+def successors(known):
+    """The systems after the mixture of softmaxes, and the bottleneck of all of them. `known`: the runs above, by name."""
+    runs = []
+    for system, flags in SUCCESSORS.items():
+        trials = [known.get(trial.name, trial) for trial in small_trials(system, flags)]
+        runs += [trial for trial in trials if trial.name not in known]
+        runs += small_seeds(system, "successors", flags, trials)
+        if f"ptb-{system}-seconds" not in known:
+            runs.append(step_seconds(system, flags))
+    softmax = {seed: known[f"ptb-softmax-seed-{seed}"] for seed in SEEDS}
+    for system, flags in CONTINUED.items():
+        before = PTB_EPOCHS if system == "control" else 0
+        trials = [
+            language_model(f"ptb-{system}-trial-{i}", "successors-trials", "ptb",
+                           f"{flags.replace('SEED', '1')} {PTB_RECIPE} {trial} --epochs {before + 1}",
+                           files=[softmax[1]], system=system, trial=i, seed=1)
+            for i, trial in enumerate(PTB_TRIALS, 1)
+        ]  # fmt: skip
+        runs += trials + small_seeds(system, "successors", flags, trials, before + PTB_EPOCHS, softmax)
+    runs.append(step_seconds("grown", CONTINUED["grown"].replace("SEED", "1"), files=[softmax[1]]))
+    finals = {run.name: run for run in [*known.values(), *runs]}
+    for system in [*HEADS, *SUCCESSORS, *CONTINUED]:
+        model = finals[f"ptb-{system}-seed-1"]
+        flags = f"--json --contexts {CONTEXTS} {{RUNS}}/{model.name}.safetensors"
+        runs.append(Bottleneck(f"ptb-{system}-bottleneck", "successors-bottleneck", "Penn Treebank, preset small", "bottleneck", "ptb",
+                               flags, files=[model], system=system))  # fmt: skip
     return runs
 
 
@@ -324,7 +385,7 @@ def line_of(run, flags, output, commit):
     result = json.loads(next(line for line in reversed(output) if line.startswith("[{")))[0]
     curve, seconds = evaluations(run)
     line = {"figure": run.figure, "shape": run.shape, "implementation": "mos-head", **run.key, "head": result["head"]}
-    components = 1 if result["head"] == "softmax" else int(value(flags, "--components") or 5)
+    components = {"softmax": 1, "mixtape": 4}.get(result["head"]) or int(value(flags, "--components") or 5)
     line |= {"output": value(flags, "--output") or "full", "components": result.get("components") or components}
     setting = next((setting for setting in run.settings if f" {setting} " in f" {flags} "), None)
     line |= {"setting": setting} if setting else {}
@@ -346,6 +407,8 @@ def command_of(run, flags):
 
 def shown(run, flags):
     """The command as a reader types it."""
+    if isinstance(run, Bottleneck):
+        return f"cargo run --release -p lab --bin {run.program} -- {flags.replace('{RUNS}/', '')}"
     data = "FILE.jsonl" if (run.data or "").endswith(".jsonl") else "QUARTER" if (run.data or "").endswith("-quarter") else "DIR"
     return " ".join([f"cargo run --release -p lab --bin {run.program} --", *data_flags(run, data), flags.replace("{RUNS}/", "")])
 
@@ -398,7 +461,7 @@ def measure_seconds(runs, presets, commit):
     for run in runs:
         if isinstance(run, StepSeconds) and os.path.isdir(os.path.join(RUNS, run.data)):
             flags = run.resolved(results)
-            found = paused(run.program, os.path.join(RUNS, run.data), flags, ENVIRONMENT, 0.7)
+            found = paused(run.program, os.path.join(RUNS, run.data), flags.replace("{RUNS}", RUNS), ENVIRONMENT, 0.7)
             lines.append({"figure": run.figure, "shape": run.shape, **run.key, "command": command_of(run, flags)} | found)
     add([{"shape": "Penn Treebank", "implementation": "mos-head"} | line | origin(commit) for line in lines])
 
@@ -434,21 +497,37 @@ class Runner:
         while found := self.next():
             run, flags = found
             try:
-                self.train(run, flags)
+                (self.measure if isinstance(run, Bottleneck) else self.train)(run, flags)
             except Exception as error:  # All others go on.
                 print(f"{run.name}: {error}", file=sys.stderr)
                 self.failed.add(run.name)
             with self.lock:
                 self.running.discard(run.name)
 
+    def measure(self, run, flags):
+        """Adds the line of a model's bottleneck."""
+        command, found = [program(run.program), *flags.replace("{RUNS}", RUNS).split()], {}
+        for more in ([], ["--gradient"]):
+            output = subprocess.run(command + more, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True).stdout
+            found |= json.loads(output.splitlines()[-1])[0]
+        keys = ["context", "contexts", "rank", "gradient_share"]
+        line = {"figure": run.figure, "shape": run.shape, "implementation": "mos-head", **run.key}
+        line |= {key: rounded(key, found[key]) for key in keys} | {"command": f"{command_of(run, flags)} (and with --gradient)"}
+        with self.lock:
+            add([line | origin(self.commit)])
+
     def train(self, run, flags):
         """Runs a program, unless another run has had the same flags, as the best trial has."""
+        is_needed = any(run in other.files and not other.result(load()) for other in self.runs)
         same = next((line for line in load() if line["command"] == command_of(run, flags)), None)
-        if same:
+        if same and not is_needed:
             kept = {key: value for key, value in same.items() if key != "trial"}
             with self.lock:
                 return add([kept | {"figure": run.figure, **run.key}])
         minutes = (self.deadline - time.time()) / 60
+        # The state of a leg is that of a run which went on from another file.
+        if os.path.exists(run.path(".leg.safetensors")):
+            flags = re.sub(r"--resume \S+ ", "", flags)
         command = [program(run.program), *data_flags(run, os.path.join(RUNS, run.data or "")), *flags.replace("{RUNS}", RUNS).split()]
         command += ["--save", run.path(".safetensors"), "--minutes", f"{max(minutes, 0.1):.2f}"]
         command += ["--results", run.path(".jsonl"), "--json"]

@@ -34,5 +34,5 @@ while (($#)); do
 done
 [[ -z ${RUNS:-} ]] || export RUNS=$(realpath -m "$RUNS")
 cd "$(dirname "$0")/.."
-((!build)) || cargo build --locked --release -p lab --bin language_model --bin translation --bin captions
+((!build)) || cargo build --locked --release -p lab --bin language_model --bin translation --bin captions --bin bottleneck
 exec python3 lab/run_all.py "${arguments[@]}"

@@ -5,6 +5,9 @@ use crate::results::{Line, Result, Results};
 
 /// The systems in the order of the tables.
 const SYSTEMS: [&str; 6] = ["softmax", "moc", "mos", "sampled", "adaptive", "codes"];
+/// The mixture and what came after it.
+const SUCCESSORS: [&str; 9] =
+    ["softmax", "moc", "mos", "sampled", "sigsoftmax", "mos-sigsoftmax", "mixtape", "control", "grown"];
 /// Minutes of equal time.
 pub(crate) const MINUTES: [f64; 3] = [10.0, 20.0, 40.0];
 
@@ -14,6 +17,11 @@ pub(crate) fn system_name(system: &str) -> String {
         "sampled" => "mixture of softmaxes, sampled".into(),
         "adaptive" => "adaptive, its head a mixture of softmaxes".into(),
         "codes" => "mixture of softmaxes over learned codes".into(),
+        "sigsoftmax" => "softmax, sigsoftmax".into(),
+        "mos-sigsoftmax" => "mixture of softmaxes, sigsoftmax".into(),
+        "mixtape" => "Mixtape".into(),
+        "control" => "the softmax, trained on".into(),
+        "grown" => "mixture of softmaxes, grown from the softmax".into(),
         head => head_name(head).into(),
     }
 }
@@ -112,4 +120,58 @@ pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
     let rows = systems.iter().map(row).collect();
     let header = "| system | parameters | seconds a step | 10 minutes | 20 minutes | 40 minutes |";
     Ok(markdown(header, rows) + &source(&used, true))
+}
+
+/// Makes the table of the mixture and its successors: seeds of the best trial after equal epochs and in the time of the
+/// softmax's epochs, the time of a step, and the bottleneck of the first seed. The last two rows go on from the softmax.
+pub(crate) fn successors(results: &Results) -> Result<String> {
+    let new = results.lines_of("successors");
+    let lines: Vec<_> = results.lines_of("ptb-small").into_iter().chain(new.iter().copied()).collect();
+    let (seconds, bottlenecks) = (results.lines_of("step-seconds"), results.lines_of("successors-bottleneck"));
+    let (Some(softmax), false) = (first_of_system(&lines, "softmax"), new.is_empty()) else {
+        return Ok(UNMEASURED.into());
+    };
+    let softmax_step = first_of_system(&seconds, "softmax").ok_or("no step of the softmax was timed")?;
+    let steps = softmax.triples("evaluations").last().map_or(0.0, |[_, steps, _]| *steps);
+    let minutes = steps * need(softmax_step, "seconds")? / 60.0;
+    let (mut rows, mut used) = (vec![], vec![]);
+    for system in SUCCESSORS {
+        let seeds: Vec<_> = lines.iter().copied().filter(|line| line.is("system", system)).collect();
+        let Some(first) = seeds.first() else { continue };
+        let step = first_of_system(&seconds, if system == "control" { "softmax" } else { system });
+        let before = if system == "control" { minutes } else { 0.0 };
+        let mut row = vec![system_name(system), format!("`{}`", first.text("setting"))];
+        row.push(count(need(first, "parameters")?));
+        for key in ["valid_perplexity", "test_perplexity"] {
+            row.push(over_seeds(&seeds, key, 1)?);
+        }
+        row.push(match step {
+            Some(step) => {
+                let all = seeds.iter().map(|line| by_minutes(line, step)).collect::<Result<Vec<_>>>()?;
+                let last = |points: &Vec<(f64, f64)>| points.iter().rfind(|(at, _)| *at <= before + minutes).copied();
+                let found: Vec<f64> = all.iter().filter_map(last).map(|(_, perplexity)| perplexity).collect();
+                if found.len() == seeds.len() {
+                    mean_and_deviation(&found, 1)
+                } else {
+                    String::new()
+                }
+            }
+            None => String::new(),
+        });
+        row.push(match step {
+            Some(step) => format!("{:.2}", need(step, "seconds")? / need(softmax_step, "seconds")?),
+            None => String::new(),
+        });
+        let bottleneck = first_of_system(&bottlenecks, system);
+        row.push(bottleneck.map_or(Ok(String::new()), |line| need(line, "rank").map(count))?);
+        let share = |line| need(line, "gradient_share").map(|share| format!("{:.1}%", 100.0 * share));
+        row.push(bottleneck.map_or(Ok(String::new()), share)?);
+        used.extend(seeds.into_iter().chain(step).chain(bottleneck));
+        rows.push(row);
+    }
+    let header = format!(
+        "| system | best trial | parameters | validation perplexity | test perplexity | validation, after {minutes:.0} \
+         minutes | a step / the softmax's | rank | gradient passed on |"
+    );
+    Ok(markdown(&header, rows) + &source(&used, true))
 }

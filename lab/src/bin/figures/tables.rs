@@ -20,7 +20,7 @@ const SWITCHBOARD: [(&str, &str); 9] = [
 ];
 
 /// The tables that are more than columns, by the name in the marker.
-pub(crate) const TABLES: [(&str, Generator); 25] = [
+pub(crate) const TABLES: [(&str, Generator); 26] = [
     ("step-ptb", |results| step(results, "ptb", 840.0)),
     ("step-llm", |results| step(results, "llm", 2048.0)),
     ("decoding", decoding),
@@ -39,6 +39,7 @@ pub(crate) const TABLES: [(&str, Generator); 25] = [
     ("multi30k", |results| runs::finals(results, "multi30k", &[("bleu", "test BLEU")])),
     ("switchboard", |results| runs::finals(results, "switchboard", &SWITCHBOARD)),
     ("equal-time", runs::equal_time_table),
+    ("successors", runs::successors),
     ("multi30k-transformer-trials", vocabularies::trials),
     ("captions", captions::captions),
     ("multi30k-vocabularies", vocabularies::vocabularies),

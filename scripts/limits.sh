@@ -4,8 +4,8 @@
 #
 #     scripts/limits.sh DIR [OUT]
 #
-# DIR has train.txt and valid.txt; OUT (default: limits) gets the checkpoints and the results. EPOCHS (5) and
-# MINUTES (60, of a leg of each model) change what is run.
+# DIR has train.txt and valid.txt; OUT (default: limits) gets the checkpoints, logs and results. EPOCHS (5), MINUTES (60, of
+# a leg of each model) and JOBS (2, models at a time, each on one thread) change what is run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [[ $# -ge 1 ]] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 1; }
@@ -13,15 +13,19 @@ data=$1 out=${2:-limits}
 mkdir -p "$out"
 cargo build --release --locked -p lab --bin language_model
 program=${CARGO_TARGET_DIR:-target}/release/language_model
+export RAYON_NUM_THREADS=1
 run() {
     local name=$1
     shift
+    while (($(jobs -rp | wc -l) >= ${JOBS:-2})); do wait -n; done
     echo "== $name"
     "$program" --data "$data" --preset limits-small --epochs "${EPOCHS:-5}" --minutes "${MINUTES:-60}" \
-        --save "$out/$name.safetensors" --results "$out/$name.jsonl" "$@"
+        --save "$out/$name.safetensors" --results "$out/$name.jsonl" "$@" >>"$out/$name.log" 2>&1 &
 }
 run words
 run words-full --output full
 run spelled --spelled-inputs true
 run spelled-cnn --spelled-inputs true --output char-cnn --correction 0
 run spelled-cnn-corrected --spelled-inputs true --output char-cnn --correction 32
+while (($(jobs -rp | wc -l))); do wait -n; done
+for log in "$out"/*.log; do printf '%s: %s\n' "$(basename "$log" .log)" "$(tail -n 1 "$log")"; done

@@ -17,7 +17,7 @@ export RAYON_NUM_THREADS=1
 run() {
     local name=$1
     shift
-    while (($(jobs -rp | wc -l) >= ${JOBS:-2})); do wait -n; done
+    while (($(jobs -rp | wc -l) >= ${JOBS:-2})); do wait -n || true; done
     echo "== $name"
     "$program" --data "$data" --preset limits-small --epochs "${EPOCHS:-5}" --minutes "${MINUTES:-60}" \
         --save "$out/$name.safetensors" --results "$out/$name.jsonl" "$@" >>"$out/$name.log" 2>&1 &
@@ -27,5 +27,5 @@ run words-full --output full
 run spelled --spelled-inputs true
 run spelled-cnn --spelled-inputs true --output char-cnn --correction 0
 run spelled-cnn-corrected --spelled-inputs true --output char-cnn --correction 32
-while (($(jobs -rp | wc -l))); do wait -n; done
+while (($(jobs -rp | wc -l))); do wait -n || true; done
 for log in "$out"/*.log; do printf '%s: %s\n' "$(basename "$log" .log)" "$(tail -n 1 "$log")"; done

@@ -3,6 +3,7 @@
 # toolchain and a C++ compiler, but neither CUDA nor a GPU. Arguments are those of `cargo test`, such as `--test laws`.
 # With EXAMPLE=NAME or PROGRAM=NAME it runs that example, or that program of the lab, instead, with the arguments.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/cuda-on-linux"

@@ -2,6 +2,7 @@
 # Type-checks and lints the features `cuda` and `nccl` on a machine without CUDA: a stand-in for nvcc compiles the kernels for the
 # host. Nothing is linked or run. Arguments are passed to clippy after `--`.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 toolkit=$PWD/emulated/cuda

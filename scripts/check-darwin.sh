@@ -6,6 +6,7 @@
 # Debian's sources of the same version. apt-get downloads both (160 MB, once) into the target folder; nothing is
 # installed, and root is not needed.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 target=aarch64-apple-darwin

@@ -2,6 +2,7 @@
 # Runs candle's and this crate's Metal backends without Metal, on the emulated device of emulated/metal. Needs a
 # Rust toolchain and a C++ compiler. Arguments are passed to `cargo test`.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 # A copy of objc2-metal from the registry, without the line that links Apple's framework.

@@ -4,6 +4,7 @@
 # the code below them, and trains a small model with random weights. It fails if a line does not apply or compile, if a
 # variable gets no gradient, if the loss does not fall, or if a model that loads the weights has another loss.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 folder=$(mktemp -d)

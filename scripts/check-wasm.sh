@@ -2,6 +2,7 @@
 # Type-checks the library for wasm32-unknown-unknown as an application uses it: candle's dependencies take their random
 # numbers from getrandom, for which an application on that target chooses a source.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 rustup target add wasm32-unknown-unknown >/dev/null 2>&1 || true

@@ -5,6 +5,7 @@
 #
 #     MOS_HEAD_SIMD_SETS="avx512 scalar" scripts/compare-bits.sh main~3     # fewer instruction sets
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 [ $# -ge 1 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2; }

@@ -5,6 +5,7 @@
 #
 #     scripts/compile-cost.sh 4b72161 HEAD
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || set -- HEAD
 

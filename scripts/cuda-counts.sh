@@ -4,6 +4,7 @@
 #
 #     scripts/cuda-counts.sh [SHAPE [ARGUMENT OF step_time..]]     ptb, in bf16, by default
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 shape=${1:-ptb}

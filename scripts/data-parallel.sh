@@ -6,6 +6,7 @@
 #                                                one process of two threads in turn: two minutes a round, on 2 cores
 #                                                which should have nothing else to do. Prints JSON lines
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 usage() { sed -n 's/^# \? \?//; 4,7p' "$0" >&2; exit 2; }
 cargo build --quiet --locked --release -p lab --features mpi --bin language_model

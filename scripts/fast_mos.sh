@@ -12,6 +12,10 @@
 # OUT (fast_mos.jsonl) gets a line for each run, and learned tables lie beside it; CODES (1200) is the size of the dictionaries, FEWER_CODES (600) that of
 # a smaller one, HIDDEN (256) the number of LSTM units; FEATURES are features of the crate.
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+    exit
+fi
 folder=$(realpath "${1:?the folder of the texts: scripts/fast_mos.sh DIR [EPOCHS] [FLAG..]}")
 out=$(realpath -m "${OUT:-fast_mos.jsonl}")
 cd "$(dirname "$0")/.."

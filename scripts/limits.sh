@@ -8,7 +8,10 @@
 # a leg of each model) and JOBS (2, models at a time, each on one thread) change what is run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[[ $# -ge 1 ]] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 1; }
+if [[ ${1:---help} == -* ]]; then
+    sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+    exit
+fi
 data=$1 out=${2:-limits}
 mkdir -p "$out"
 cargo build --release --locked -p lab --bin language_model

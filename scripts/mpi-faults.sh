@@ -3,6 +3,7 @@
 # Each time all processes end in time and say why, and a resumption prints what an uninterrupted run does. Three minutes on 2
 # cores; needs what scripts/mpi.sh needs.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 cargo build --quiet --locked --release --features mpi --example vocab_parallel
 example=$(realpath "${CARGO_TARGET_DIR:-target}/release/examples/vocab_parallel")

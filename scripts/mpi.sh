@@ -2,6 +2,7 @@
 # Runs tests/mpi.rs with 1 to 4 processes, and the example vocab_parallel, which two processes begin and three go on
 # with, against one. Needs an MPI and libclang, on Debian `apt-get install openmpi-bin libopenmpi-dev libclang-dev`.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 executable() {
     cargo "$@" --locked --features mpi --message-format json | grep -o '"executable":"[^"]*"' | tail -n 1 | cut -d '"' -f 4

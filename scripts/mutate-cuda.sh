@@ -2,6 +2,7 @@
 # Mutation tests of the Rust code that calls the CUDA kernels and cuBLAS, and of the kernels' barriers. For each mutation,
 # tests on the emulated driver must fail. (The unit tests contain the other mutations of the kernels.)
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 . scripts/mutants.sh

@@ -2,6 +2,7 @@
 # Mutation tests of the Rust code that calls the Metal kernels. For each mutation it runs the tests that must catch it:
 # unit tests on the host, or tests on the emulated device. (The unit tests contain the mutations of the kernels.)
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 . scripts/mutants.sh

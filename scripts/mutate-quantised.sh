@@ -2,6 +2,7 @@
 # Mutation tests of the kernels over quantised rows: for each mutation, their tests must fail. On a processor with AVX-512 and
 # its permutations of bytes; about six minutes.
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 . scripts/mutants.sh

@@ -4,6 +4,7 @@
 #
 #   scripts/package.sh [ARGUMENTS of cargo test]
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 cargo package --locked --no-verify -p mos-codes -p mos-head
 target=$(realpath "${CARGO_TARGET_DIR:-target}")

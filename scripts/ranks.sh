@@ -4,6 +4,7 @@
 #
 #   scripts/ranks.sh [ROUNDS]     ten minutes for 3 rounds on 2 cores, which should have nothing else to do
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 cargo build --quiet --locked --release -p lab --features mpi --bin ranks
 program=${CARGO_TARGET_DIR:-target}/release/ranks

@@ -6,6 +6,7 @@
 # The target's standard library comes from rustup. If rustup cannot download it, it is that of Debian's compiler, whose
 # version must be at least this crate's rust-version (bookworm with security updates, or later).
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 target=aarch64-unknown-linux-gnu

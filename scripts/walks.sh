@@ -5,6 +5,7 @@
 #
 #     scripts/walks.sh [TEST ..]          # loss_and_gradient, token_request, sampled_loss, teacher, shard_loss
 set -euo pipefail
+[[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 command -v valgrind >/dev/null || { echo "this script needs valgrind" >&2; exit 2; }

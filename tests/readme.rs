@@ -55,16 +55,19 @@ fn a_seed_draws_the_same_ids_alone_and_in_a_batch() -> Result {
     let (lm_head, _, all, _) = model();
     let head = SoftmaxHead::try_from(lm_head)?;
     let hidden = all.narrow(0, 0, 1)?.narrow(1, 0, 1)?.flatten(0, 1)?;
-    let seed = 42;
+    let (seed, prompt, end) = (42, [3, 1], 0);
 
     let mut request = TokenRequest::new(Sampling::new().with_temperature(0.8).with_top_p(0.95), seed)?
-        .with_constraints(Constraints::new().with_repetition_penalty(1.1).with_banned(&[0]))?
+        .with_constraints(Constraints::new().with_repetition_penalty(1.1))?
+        .with_prompt(&prompt)
+        .with_ends(&[end])
         .with_best(5);
     let before = request.clone();
     let token = &head.next_tokens(&hidden, &[&request])?[0];
     request.push(token.token_id);
 
-    assert!(token.token_id != 0 && token.log_prob < 0.0 && token.best.len() == 5);
+    assert!(token.log_prob < 0.0 && token.best.len() == 5);
+    assert_eq!(request.has_ended(), token.token_id == end);
     let together = head.next_tokens(&all.flatten(0, 1)?.narrow(0, 0, 3)?, &[&before, &request, &request])?;
     assert_eq!(together[0].token_id, token.token_id);
     Ok(())

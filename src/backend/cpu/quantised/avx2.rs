@@ -7,9 +7,7 @@ use pulp::x86::V3;
 
 use super::bytes::{at, unpacked_scales};
 use super::kind::BlockType;
-use super::unpack::{BlockKernel, InMemory, Unpack};
-
-type Reg = <V3 as pulp::Simd>::f32s;
+use super::unpack::{unpacks, BlockKernel, InMemory, Unpack};
 
 /// The most contexts that are multiplied in registers.
 pub(super) const MOST_ROWS: usize = 4;
@@ -62,45 +60,13 @@ fn half(v: Avx2, bytes: [u8; 2]) -> __m256 {
     unsafe { _mm256_cvtph_ps(bits) }
 }
 
-/// Defines the unpacking of one type.
-macro_rules! unpacks {
-    ($name:ident, $bytes:literal bytes, $units:literal units, $scales:ty) => {
-        #[derive(Clone, Copy)]
-        struct $name(Avx2);
-
-        impl Unpack for $name {
-            type Simd = V3;
-            type Block = [u8; $bytes];
-            type Scales = $scales;
-            type Unit = [Reg; 4];
-            const WEIGHTS: usize = 32;
-            const UNITS: usize = $units;
-            const MOST_ROWS: usize = MOST_ROWS;
-
-            #[inline(always)]
-            fn simd(self) -> V3 {
-                *self.0
-            }
-            #[inline(always)]
-            fn blocks(bytes: &[u8]) -> &[[u8; $bytes]] {
-                bytes.as_chunks().0
-            }
-            #[inline(always)]
-            fn scales(self, block: &[u8; $bytes]) -> $scales {
-                self.block_scales(block)
-            }
-            #[inline(always)]
-            fn unit<const U: usize>(self, block: &[u8; $bytes], scales: &$scales) -> [Reg; 4] {
-                cast(self.weights::<U>(block, scales))
-            }
-        }
-    };
+unpacks! { Avx2, V3, |proof: Avx2| *proof, 8 lanes;
+    Q8_0, 34 bytes, 1 x 4 registers, ();
+    Q4_0, 18 bytes, 1 x 4 registers, ();
+    Q6K, 210 bytes, 8 x 4 registers, InMemory;
+    Q4K, 144 bytes, 8 x 4 registers, InMemory;
+    Q5K, 176 bytes, 8 x 4 registers, InMemory;
 }
-unpacks!(Q8_0, 34 bytes, 1 units, ());
-unpacks!(Q4_0, 18 bytes, 1 units, ());
-unpacks!(Q6K, 210 bytes, 8 units, InMemory);
-unpacks!(Q4K, 144 bytes, 8 units, InMemory);
-unpacks!(Q5K, 176 bytes, 8 units, InMemory);
 
 /// Converts 32 signed bytes.
 #[inline(always)]

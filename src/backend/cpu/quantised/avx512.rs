@@ -7,9 +7,7 @@ use pulp::x86::V4;
 
 use super::bytes::{at, unpacked_scales};
 use super::kind::BlockType;
-use super::unpack::{BlockKernel, InMemory, Unpack};
-
-type Reg = <V4 as pulp::Simd>::f32s;
+use super::unpack::{unpacks, BlockKernel, InMemory, Unpack};
 
 /// The most contexts that are multiplied in registers.
 pub(super) const MOST_ROWS: usize = 8;
@@ -88,45 +86,13 @@ fn run<B: Unpack>(kernel: impl BlockKernel, unpack: B) {
     kernel.run(unpack);
 }
 
-/// Defines the unpacking of one type: a unit of `$registers` registers.
-macro_rules! unpacks {
-    ($name:ident, $bytes:literal bytes, $units:literal x $registers:literal registers, $scales:ty) => {
-        #[derive(Clone, Copy)]
-        struct $name(Vbmi);
-
-        impl Unpack for $name {
-            type Simd = V4;
-            type Block = [u8; $bytes];
-            type Scales = $scales;
-            type Unit = [Reg; $registers];
-            const WEIGHTS: usize = 16 * $registers;
-            const UNITS: usize = $units;
-            const MOST_ROWS: usize = MOST_ROWS;
-
-            #[inline(always)]
-            fn simd(self) -> V4 {
-                self.0 .0
-            }
-            #[inline(always)]
-            fn blocks(bytes: &[u8]) -> &[[u8; $bytes]] {
-                bytes.as_chunks().0
-            }
-            #[inline(always)]
-            fn scales(self, block: &[u8; $bytes]) -> $scales {
-                self.block_scales(block)
-            }
-            #[inline(always)]
-            fn unit<const U: usize>(self, block: &[u8; $bytes], scales: &$scales) -> [Reg; $registers] {
-                cast(self.weights::<U>(block, scales))
-            }
-        }
-    };
+unpacks! { Vbmi, V4, Vbmi::simd, 16 lanes;
+    Q8_0, 34 bytes, 1 x 2 registers, ();
+    Q4_0, 18 bytes, 1 x 2 registers, ();
+    Q6K, 210 bytes, 4 x 4 registers, InMemory;
+    Q4K, 144 bytes, 4 x 4 registers, InMemory;
+    Q5K, 176 bytes, 4 x 4 registers, InMemory;
 }
-unpacks!(Q8_0, 34 bytes, 1 x 2 registers, ());
-unpacks!(Q4_0, 18 bytes, 1 x 2 registers, ());
-unpacks!(Q6K, 210 bytes, 4 x 4 registers, InMemory);
-unpacks!(Q4K, 144 bytes, 4 x 4 registers, InMemory);
-unpacks!(Q5K, 176 bytes, 4 x 4 registers, InMemory);
 
 impl Q8_0 {
     #[inline(always)]

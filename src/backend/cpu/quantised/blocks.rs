@@ -7,12 +7,14 @@ use super::avx2::{self, Avx2};
 #[cfg(target_arch = "x86_64")]
 use super::avx512::{self, Vbmi};
 use super::block;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::few::{Dequantise, FewDots};
 use super::kind::BlockType;
-#[cfg(target_arch = "x86_64")]
+#[cfg(target_arch = "aarch64")]
+use super::neon;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::unpack::BlockKernel;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::products::gemv::DecoderDots;
@@ -50,12 +52,12 @@ impl<'a> Blocks<'a> {
     pub(crate) fn dequantise(&self, isa: Isa, ids: Range<usize>, stride: usize, to: &mut [f32]) {
         let rows = self.bytes_of(ids);
         let row_bytes = self.row_bytes();
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if let Some(unpacking) = Unpacking::new(isa) {
             let width = self.width;
             return unpacking.run(self.kind, Dequantise { rows, row_bytes, width, stride, to });
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
         let _ = isa;
         for (row, to) in rows.chunks_exact(row_bytes).zip(to.chunks_mut(stride)) {
             let to = to[..self.width].chunks_exact_mut(self.kind.weights());
@@ -73,7 +75,7 @@ impl<'a> Blocks<'a> {
         is_added: bool,
         to: &mut ViewMut<'_, f32>,
     ) {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if let Some(unpacking) = Unpacking::new(isa) {
             let (row_bytes, width) = (self.row_bytes(), self.width);
             if contexts.len() <= unpacking.most_rows() * width {
@@ -111,20 +113,28 @@ impl<'a> Blocks<'a> {
 }
 
 /// The instruction sets that have kernels over blocks.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[derive(Clone, Copy)]
 enum Unpacking {
+    #[cfg(target_arch = "x86_64")]
     Avx512(Vbmi),
+    #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
+    #[cfg(target_arch = "aarch64")]
+    Neon(pulp::aarch64::Neon),
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 impl Unpacking {
     /// Returns the kernels for an instruction set. AVX-512 without permutations of bytes has those of AVX2.
     fn new(isa: Isa) -> Option<Self> {
         match isa {
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512(v) => Vbmi::new(v).map(Unpacking::Avx512).or_else(|| Self::new(Isa::Avx2(*v))),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx2(v) => Avx2::new(v).map(Unpacking::Avx2),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon(v) => Some(Unpacking::Neon(v)),
             Isa::Scalar(_) => None,
         }
     }
@@ -132,30 +142,42 @@ impl Unpacking {
     /// Returns the instruction set, in whose order all products are summed.
     fn isa(self) -> Isa {
         match self {
+            #[cfg(target_arch = "x86_64")]
             Unpacking::Avx512(unpacking) => Isa::Avx512(unpacking.simd()),
+            #[cfg(target_arch = "x86_64")]
             Unpacking::Avx2(unpacking) => Isa::Avx2(*unpacking),
+            #[cfg(target_arch = "aarch64")]
+            Unpacking::Neon(v) => Isa::Neon(v),
         }
     }
 
     /// Returns the most contexts whose sums are worth unpacking for once more.
     fn most_rows(self) -> usize {
         match self {
+            #[cfg(target_arch = "x86_64")]
             Unpacking::Avx512(_) => avx512::MOST_ROWS,
+            #[cfg(target_arch = "x86_64")]
             Unpacking::Avx2(_) => avx2::MOST_ROWS,
+            #[cfg(target_arch = "aarch64")]
+            Unpacking::Neon(_) => neon::MOST_ROWS,
         }
     }
 
     fn run(self, kind: BlockType, kernel: impl BlockKernel) {
         match self {
+            #[cfg(target_arch = "x86_64")]
             Unpacking::Avx512(unpacking) => unpacking.run(kind, kernel),
+            #[cfg(target_arch = "x86_64")]
             Unpacking::Avx2(unpacking) => unpacking.run(kind, kernel),
+            #[cfg(target_arch = "aarch64")]
+            Unpacking::Neon(v) => neon::run(v, kind, kernel),
         }
     }
 }
 
 /// The elements between two contexts that are multiplied in registers. Without them, contexts of a power of two would lie
 /// in the same sets of the first-level cache.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const CONTEXT_PADDING: usize = 16;
 /// The bytes of the dequantised rows that are multiplied at a time: they stay in the second-level cache.
 const TILE_BYTES: usize = 192 << 10;

@@ -16,13 +16,15 @@ mod avx2;
 mod avx512;
 mod block;
 pub(crate) mod blocks;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod bytes;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod few;
 pub(crate) mod kind;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 pub(crate) mod rows;
 #[cfg(test)]
 mod tests;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod unpack;

@@ -7,6 +7,7 @@ use super::blocks::Blocks;
 use super::kind::BlockType;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::Isa;
+use crate::backend::plan::Kernels;
 
 const TYPES: [GgmlDType; 5] = [GgmlDType::Q8_0, GgmlDType::Q6K, GgmlDType::Q4K, GgmlDType::Q5K, GgmlDType::Q4_0];
 
@@ -117,8 +118,13 @@ fn products_are_those_of_the_copies() {
                             error += (f64::from(got[row * ids + id]) - sum).powi(2);
                         }
                     }
-                    let lanes_less = if matches!(isa, Isa::Scalar(_)) { 1e-12 } else { 1.6e-13 };
-                    assert!(error <= lanes_less * size, "{dtype:?} {} {n}: {error:e} of {size:e}", isa.kernels());
+                    // With fewer lanes more numbers are added one after the other.
+                    let bound = match isa.kernels() {
+                        Kernels::Scalar => 1e-12,
+                        Kernels::Neon => 3.2e-13,
+                        _ => 1.6e-13,
+                    };
+                    assert!(error <= bound * size, "{dtype:?} {} {n}: {error:e} of {size:e}", isa.kernels());
                 }
             }
         }

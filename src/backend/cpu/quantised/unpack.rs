@@ -50,6 +50,46 @@ pub(super) trait BlockKernel {
     fn run<B: Unpack>(self, unpack: B);
 }
 
+/// Defines the unpacking of types by a proof of the instructions, from which `$vectors` makes the vectors: a block has
+/// so many bytes, and so many units, each of some registers of `$lanes` weights. Its type has the functions `block_scales`
+/// and `weights`.
+macro_rules! unpacks {
+    ($proof:ident, $simd:ty, $vectors:expr, $lanes:literal lanes; $(
+        $name:ident, $bytes:literal bytes, $units:literal x $registers:literal registers, $scales:ty;
+    )*) => { $(
+        #[derive(Clone, Copy)]
+        struct $name($proof);
+
+        impl Unpack for $name {
+            type Simd = $simd;
+            type Block = [u8; $bytes];
+            type Scales = $scales;
+            type Unit = [<$simd as pulp::Simd>::f32s; $registers];
+            const WEIGHTS: usize = $lanes * $registers;
+            const UNITS: usize = $units;
+            const MOST_ROWS: usize = MOST_ROWS;
+
+            #[inline(always)]
+            fn simd(self) -> $simd {
+                $vectors(self.0)
+            }
+            #[inline(always)]
+            fn blocks(bytes: &[u8]) -> &[[u8; $bytes]] {
+                bytes.as_chunks().0
+            }
+            #[inline(always)]
+            fn scales(self, block: &[u8; $bytes]) -> $scales {
+                self.block_scales(block)
+            }
+            #[inline(always)]
+            fn unit<const U: usize>(self, block: &[u8; $bytes], scales: &$scales) -> Self::Unit {
+                pulp::cast(self.weights::<U>(block, scales))
+            }
+        }
+    )* };
+}
+pub(super) use unpacks;
+
 /// Evaluates an expression for each unit of a block, which is a constant in it.
 macro_rules! for_each_unit {
     ($B:ident, $unit:ident => $body:expr) => {

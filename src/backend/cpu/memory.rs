@@ -2,6 +2,9 @@
 
 use std::ops::{Deref, DerefMut};
 
+#[cfg(target_arch = "x86_64")]
+use super::processor::Processor;
+
 /// The elements of a buffer; the default is zero.
 pub(crate) trait BufferElement: Copy + Default + Send + Sync {}
 impl<F: Copy + Default + Send + Sync> BufferElement for F {}
@@ -68,6 +71,15 @@ pub(super) fn prefetch<F>(address: *const F) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = address;
+}
+
+/// Returns whether memory that is read in order, once, is better prefetched into the second-level cache than into the
+/// first: an Intel Xeon waits less then, since there is room for more requests. Other processors have not been measured.
+pub(super) fn streams_through_second_level() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return Processor::this() == Processor::Intel;
+    #[cfg(not(target_arch = "x86_64"))]
+    false
 }
 
 /// Prefetches like [`prefetch`], but only into the second-level cache.

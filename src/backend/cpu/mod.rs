@@ -14,6 +14,8 @@ mod objective;
 mod one_pass;
 mod operands;
 mod plan;
+#[cfg(target_arch = "x86_64")]
+mod processor;
 mod products;
 mod quantised;
 #[cfg(test)]

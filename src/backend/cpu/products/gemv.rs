@@ -2,7 +2,7 @@
 //! stay as they are stored, half precision is widened in registers, and each loaded register serves the sums of several
 //! contexts and ids.
 
-use crate::backend::cpu::memory::{prefetch, CACHE_LINE};
+use crate::backend::cpu::memory::{prefetch, prefetch_to_second_level, streams_through_second_level, CACHE_LINE};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Kernel, Vector};
@@ -15,6 +15,9 @@ const ROWS: usize = 6;
 /// The maximum number of contexts for which prefetches are interleaved with the products. With more contexts, each of
 /// them has so few lines to prefetch that they can be requested at once.
 const MOST_INTERLEAVED: usize = 3 * ROWS;
+/// The maximum number of contexts whose products are so much faster than the reads of the decoder that it may come from
+/// the second-level cache.
+const MOST_STREAMED: usize = 2 * ROWS;
 
 /// Computes `to[row, id] = contexts[row] . decoder[id]`.
 pub(crate) struct DecoderDots<'a, 'b, T: Element> {
@@ -36,20 +39,23 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
         let DecoderDots { contexts, decoder, d, is_added, to } = self;
         let rows = (CONTEXT_BYTES / (d * size_of::<T::Acc>()) / ROWS).max(1) * ROWS;
         let ids = decoder.len() / d;
+        let is_streamed = streams_through_second_level();
         for (block, contexts) in contexts.chunks(rows * d).enumerate() {
+            let to_second_level = is_streamed && contexts.len() <= MOST_STREAMED * d;
             let mut id = 0;
             while id < ids {
                 let decoder = &decoder[id * d..];
+                let next = |values| Next { values, to_second_level };
                 let to = &mut ProductColumns { matrix: to, first_row: block * rows, first_id: id, is_added };
                 // As many ids as leave all sums in registers, then one by one.
                 id += if const { V::REGISTERS >= 32 } {
                     match ids - id {
-                        4.. => multiply_ids::<4, T, V>(v, contexts, decoder, d, to),
+                        4.. => multiply_ids::<4, T, V>(v, contexts, decoder, d, next, to),
                         _ => multiply_id(v, contexts, &decoder[..d], to),
                     }
                 } else {
                     match ids - id {
-                        2.. => multiply_ids::<2, T, V>(v, contexts, decoder, d, to),
+                        2.. => multiply_ids::<2, T, V>(v, contexts, decoder, d, next, to),
                         _ => multiply_id(v, contexts, &decoder[..d], to),
                     }
                 };
@@ -80,13 +86,37 @@ impl<F: Copy + std::ops::AddAssign> ProductColumns<'_, '_, F> {
     }
 }
 
+/// Values that are prefetched while others are multiplied.
+#[derive(Clone, Copy)]
+pub(crate) struct Next<'a, T> {
+    values: &'a [T],
+    /// Whether they are prefetched into the second-level cache, or into the first.
+    to_second_level: bool,
+}
+
+impl<T> Next<'_, T> {
+    /// Nothing is prefetched.
+    pub(crate) const NONE: Self = Next { values: &[], to_second_level: false };
+}
+
+/// Prefetches cache lines of values.
+#[inline(always)]
+fn prefetch_lines<'a, T: 'a>(lines: impl Iterator<Item = &'a [T]>, to_second_level: bool) {
+    if to_second_level {
+        lines.for_each(|line| prefetch_to_second_level(line.as_ptr()));
+    } else {
+        lines.for_each(|line| prefetch(line.as_ptr()));
+    }
+}
+
 /// Multiplies `IDS` ids by all contexts; returns `IDS`.
 #[inline(always)]
-fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
+fn multiply_ids<'a, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
-    decoder: &[T],
+    decoder: &'a [T],
     d: usize,
+    prefetched: impl Fn(&'a [T]) -> Next<'a, T>,
     to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
     let mut ids: [&[T]; IDS] = [&[]; IDS];
@@ -101,11 +131,12 @@ fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     let mut take_next = || {
         let (share, later) = next.split_at(per_group.min(next.len()));
         next = later;
+        let share = prefetched(share);
         if is_interleaved {
             return share;
         }
-        lines(share).for_each(|line| prefetch(line.as_ptr()));
-        &[]
+        prefetch_lines(lines(share.values), share.to_second_level);
+        Next::NONE
     };
     let mut row = 0;
     let mut store = |sums: &[[T::Acc; IDS]]| {
@@ -137,7 +168,7 @@ fn multiply_id<T: Element, V: Vector<T::Acc>>(
     to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
     for (row, context) in contexts.chunks_exact(id.len()).enumerate() {
-        to.store(row, &dots::<1, 1, T, V>(v, context, [id], &[])[0]);
+        to.store(row, &dots::<1, 1, T, V>(v, context, [id], Next::NONE)[0]);
     }
     1
 }
@@ -158,7 +189,7 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
     v: V,
     contexts: &[T::Acc],
     ids: [&[T]; IDS],
-    next: &[T],
+    next: Next<'_, T>,
 ) -> [[T::Acc; IDS]; ROWS] {
     let d = ids[0].len();
     let zero = v.splat(T::Acc::zero());
@@ -176,16 +207,16 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
         (context_registers[row], context_rests[row]) = (&registers[..n], rest);
     }
     let mut sums = [[zero; IDS]; ROWS];
-    let mut lines = lines(next);
+    let mut lines = lines(next.values);
     let lines_at_a_time = lines.len().div_ceil(n.max(1));
     // Without lines there is a loop of its own: the addresses of all rows stay in registers then.
-    if next.is_empty() {
+    if next.values.is_empty() {
         for i in 0..n {
             add_products::<ROWS, IDS, T, V>(v, &context_registers, &id_registers, i, &mut sums);
         }
     } else {
         for i in 0..n {
-            lines.by_ref().take(lines_at_a_time).for_each(|line| prefetch(line.as_ptr()));
+            prefetch_lines(lines.by_ref().take(lines_at_a_time), next.to_second_level);
             add_products::<ROWS, IDS, T, V>(v, &context_registers, &id_registers, i, &mut sums);
         }
     }

@@ -1,10 +1,9 @@
 //! Products on AVX512-BF16: vectors of 16 lanes, each of which multiplies two pairs of bf16 and adds both products to
 //! an f32.
 
-use std::arch::x86_64::{__cpuid, __m512, __m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
+use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
 use std::marker::PhantomData;
 use std::mem::transmute;
-use std::sync::OnceLock;
 
 use half::bf16;
 
@@ -15,8 +14,6 @@ use super::rounding::{pair, Pair};
 const LANES: usize = 16;
 /// The number of rows whose sums stay in registers.
 const ROWS: usize = 8;
-/// The family, base plus extended, of AMD's Zen 5. Later processors have larger numbers.
-const ZEN_5: u32 = 0x1a;
 
 /// The proof that this machine has AVX512-BF16.
 #[derive(Clone, Copy, Debug)]
@@ -29,31 +26,11 @@ impl Bf16Dots {
         is_there.then_some(Bf16Dots(PhantomData))
     }
 
-    /// Returns whether this processor multiplies pairs of bf16 so much faster than numbers in f32 that rounding the
-    /// operands is worthwhile. AMD's Zen 5 does, Intel's Sapphire Rapids does not, others have not been measured. The
-    /// processor's family decides, and no measurement at run time: so the results of a program are the same in every
-    /// run, and all its processes use the same kernels.
-    pub(super) fn beats_fma(self) -> bool {
-        // In a virtual machine, each instruction that asks for the family exits to the hypervisor.
-        static BEATS_FMA: OnceLock<bool> = OnceLock::new();
-        *BEATS_FMA.get_or_init(|| {
-            let vendor = __cpuid(0);
-            beats_fma([vendor.ebx, vendor.edx, vendor.ecx], __cpuid(1).eax)
-        })
-    }
-
     /// Computes the product.
     pub(super) fn multiply(self, product: TileProduct<'_>) {
         // SAFETY: `self` proves that the machine has the instructions.
         unsafe { multiply(product) }
     }
-}
-
-/// Returns what [`Bf16Dots::beats_fma`] says of a processor with this vendor and signature.
-fn beats_fma(vendor: [u32; 3], signature: u32) -> bool {
-    let is_amd = vendor == [*b"Auth", *b"enti", *b"cAMD"].map(u32::from_le_bytes);
-    let (base, extended) = (signature >> 8 & 0xf, signature >> 20 & 0xff);
-    is_amd && base + extended >= ZEN_5
 }
 
 /// Computes the product, 8 rows by a square's columns at a time.
@@ -125,20 +102,4 @@ fn vector_from_pairs(pairs: [Pair; LANES]) -> __m512bh {
 fn repeated_pair(pair: Pair) -> __m512bh {
     // SAFETY: both types have 512 bits, and every pattern of them is valid.
     unsafe { transmute(_mm512_set1_epi32(pair as i32)) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_family_of_the_processor_decides() {
-        let [amd, intel] = [[*b"Auth", *b"enti", *b"cAMD"], [*b"Genu", *b"ineI", *b"ntel"]];
-        // EPYC of Zen 4 and Zen 5, and Sapphire Rapids.
-        for (vendor, signature, expected) in
-            [(amd, 0x00a1_0f11, false), (amd, 0x00b0_0f21, true), (intel, 0x0008_06f8, false)]
-        {
-            assert_eq!(beats_fma(vendor.map(u32::from_le_bytes), signature), expected, "{signature:x}");
-        }
-    }
 }

@@ -1,6 +1,8 @@
 //! The units that multiply squares, and the choice among them.
 
 use super::product::{steps, Operand, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::processor::Processor;
 use crate::backend::cpu::vector::simd::Isa;
 use crate::backend::plan::Kernels;
 use crate::error::Result;
@@ -61,7 +63,7 @@ impl TileUnit {
     fn beats_vectors(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
-            TileUnit::Bf16Dots(unit) => unit.beats_fma(),
+            TileUnit::Bf16Dots(_) => Processor::this().has_fast_bf16_dots(),
             _ => true,
         }
     }

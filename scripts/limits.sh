@@ -28,7 +28,8 @@ run() {
 run words
 run words-full --output full
 run spelled --spelled-inputs true
-run spelled-cnn --spelled-inputs true --output char-cnn --correction 0
-run spelled-cnn-corrected --spelled-inputs true --output char-cnn --correction 32
+# At the learning rate of the others the CNN softmax diverges.
+run spelled-cnn --spelled-inputs true --output char-cnn --correction 0 --lr 0.05
+run spelled-cnn-corrected --spelled-inputs true --output char-cnn --correction 32 --lr 0.05
 while (($(jobs -rp | wc -l))); do wait -n || true; done
 for log in "$out"/*.log; do printf '%s: %s\n' "$(basename "$log" .log)" "$(tail -n 1 "$log")"; done

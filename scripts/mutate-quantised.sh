@@ -24,6 +24,6 @@ mutant cpu/quantised/few.rs 'if self.is_added { *to + sum } else { sum }' 'sum'
 mutant cpu/quantised/few.rs 'let at = b * B::UNITS + UNIT;' 'let at = b * B::UNITS;'
 mutant cpu/quantised/few.rs 'row.min(last) * self.stride' '0 * self.stride'
 mutant cpu/quantised/blocks.rs 'first - ids.start..block.end - ids.start' '0..block.len()'
-mutant cpu/quantised/blocks.rs 'Isa::Avx512(unpacking.simd()),' 'Isa::Avx2(*unpacking.simd()),'
+mutant cpu/quantised/unpacking.rs 'Isa::Avx512(unpacking.simd()),' 'Isa::Avx2(*unpacking.simd()),'
 
 report

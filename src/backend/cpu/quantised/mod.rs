@@ -28,3 +28,5 @@ pub(crate) mod rows;
 mod tests;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod unpack;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod unpacking;

@@ -123,10 +123,13 @@ class Run:
         is_mine = lambda line: line["figure"] == self.figure and all(line.get(key) == of for key, of in self.key.items())
         return next((line for line in results if is_mine(line)), None)
 
+    def is_needed(self, results, others):
+        """Whether a run that has no line yet reads its checkpoint."""
+        return any(self in run.files and not run.result(results) for run in others)
+
     def is_done(self, results, others):
-        """Whether there is its line and, if a run that is not done needs it, its checkpoint."""
-        is_needed = any(self in run.files and not run.result(results) for run in others)
-        return self.result(results) and (not is_needed or os.path.exists(self.path(".safetensors")))
+        """Whether there is its line and, if it is needed, its checkpoint."""
+        return self.result(results) and (not self.is_needed(results, others) or os.path.exists(self.path(".safetensors")))
 
     def resolved(self, results):
         return self.flags(results) if callable(self.flags) else self.flags
@@ -518,9 +521,9 @@ class Runner:
 
     def train(self, run, flags):
         """Runs a program, unless another run has had the same flags, as the best trial has."""
-        is_needed = any(run in other.files and not other.result(load()) for other in self.runs)
-        same = next((line for line in load() if line["command"] == command_of(run, flags)), None)
-        if same and not is_needed:
+        results = load()
+        same = next((line for line in results if line["command"] == command_of(run, flags)), None)
+        if same and not run.is_needed(results, self.runs):
             kept = {key: value for key, value in same.items() if key != "trial"}
             with self.lock:
                 return add([kept | {"figure": run.figure, **run.key}])

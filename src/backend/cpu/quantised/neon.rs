@@ -41,10 +41,7 @@ fn half(block: &[u8], first: usize) -> f32 {
 /// Converts 32 signed bytes.
 #[inline(always)]
 fn from_i8(bytes: [int8x16_t; 2]) -> [float32x4_t; 8] {
-    let [first, second] = bytes.map(sixteen);
-    let [a, b, c, d] = first;
-    let [e, f, g, h] = second;
-    [a, b, c, d, e, f, g, h]
+    cast(bytes.map(sixteen))
 }
 
 /// Converts 16 signed bytes.
@@ -126,7 +123,7 @@ fn group(q: [uint8x16_t; 2], scales: &InMemory, group: usize) -> [float32x4_t; 8
     // SAFETY: every AArch64 has NEON.
     unsafe {
         let (scale, offset) = (vdupq_n_f32(scales.0[group]), vdupq_n_f32(-scales.0[8 + group]));
-        from_i8(less(q, 0)).map(|number| vfmaq_f32(offset, number, scale))
+        from_i8(cast(q)).map(|number| vfmaq_f32(offset, number, scale))
     }
 }
 
@@ -163,8 +160,7 @@ impl Q6K {
         let (half, quarter) = (U / 4, U % 4);
         let low = bits(at(block, 64 * half + quarter % 2 * 32), quarter / 2 * 4, 15);
         let q = above(bits(at(block, 128 + 32 * half), 2 * quarter, 3), low);
-        let [a, b, c, d, e, f, g, h] = from_i8(less(q, 32));
-        let [first, second] = [[a, b, c, d], [e, f, g, h]];
+        let [first, second] = less(q, 32).map(sixteen);
         cast([scaled(first, scales.0[2 * U]), scaled(second, scales.0[2 * U + 1])])
     }
 }

@@ -45,17 +45,16 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
             let mut id = 0;
             while id < ids {
                 let decoder = &decoder[id * d..];
-                let next = |values| Next { values, to_second_level };
                 let to = &mut ProductColumns { matrix: to, first_row: block * rows, first_id: id, is_added };
                 // As many ids as leave all sums in registers, then one by one.
                 id += if const { V::REGISTERS >= 32 } {
                     match ids - id {
-                        4.. => multiply_ids::<4, T, V>(v, contexts, decoder, d, next, to),
+                        4.. => multiply_ids::<4, T, V>(v, contexts, decoder, d, to_second_level, to),
                         _ => multiply_id(v, contexts, &decoder[..d], to),
                     }
                 } else {
                     match ids - id {
-                        2.. => multiply_ids::<2, T, V>(v, contexts, decoder, d, next, to),
+                        2.. => multiply_ids::<2, T, V>(v, contexts, decoder, d, to_second_level, to),
                         _ => multiply_id(v, contexts, &decoder[..d], to),
                     }
                 };
@@ -111,12 +110,12 @@ fn prefetch_lines<'a, T: 'a>(lines: impl Iterator<Item = &'a [T]>, to_second_lev
 
 /// Multiplies `IDS` ids by all contexts; returns `IDS`.
 #[inline(always)]
-fn multiply_ids<'a, const IDS: usize, T: Element, V: Vector<T::Acc>>(
+fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
     contexts: &[T::Acc],
-    decoder: &'a [T],
+    decoder: &[T],
     d: usize,
-    prefetched: impl Fn(&'a [T]) -> Next<'a, T>,
+    to_second_level: bool,
     to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
     let mut ids: [&[T]; IDS] = [&[]; IDS];
@@ -131,11 +130,10 @@ fn multiply_ids<'a, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     let mut take_next = || {
         let (share, later) = next.split_at(per_group.min(next.len()));
         next = later;
-        let share = prefetched(share);
         if is_interleaved {
-            return share;
+            return Next { values: share, to_second_level };
         }
-        prefetch_lines(lines(share.values), share.to_second_level);
+        prefetch_lines(lines(share), to_second_level);
         Next::NONE
     };
     let mut row = 0;

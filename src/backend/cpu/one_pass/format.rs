@@ -23,8 +23,10 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
         F: 't;
     type DecoderBuffers: Default + Send;
     type LogitBuffers: Default + Send;
-    /// The contexts times the factors of a segment, as an operand that the third products of its tiles share.
-    type ScaledContexts: Send + Sync;
+    /// The contexts in a form that the third products of all tiles share.
+    type ThirdContexts<'c>: Sync
+    where
+        F: 'c;
     /// A thread's buffers of the third product.
     type GradientBuffers: Default + Send;
 
@@ -70,16 +72,21 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
         exponentiate: impl FnOnce(&mut [F], &mut [F]),
     );
 
-    /// Multiplies the contexts by the factors of a segment, `[column]`.
-    fn scaled_contexts(self, operands: &ThirdOperands<'_, F>, factors: &[F]) -> Self::ScaledContexts;
+    /// Prepares the contexts for the third product. `packed`, which the first product has read, may be overwritten.
+    fn third_contexts<'c>(
+        self,
+        operands: &ThirdOperands<'_, F>,
+        packed: &'c mut [Self::Packed],
+    ) -> Self::ThirdContexts<'c>
+    where
+        F: 'c;
 
-    /// Computes the third product: adds `E (f C)` to the gradients of some tiles, and `E f` to the bias's. `scaled` has
-    /// the contexts times the factors of each segment; a tile may have other factors.
+    /// Computes the third product: adds `E (f C)` to the gradients of some tiles, and `E f` to the bias's.
     fn add_products(
         self,
         operands: &ThirdOperands<'_, F>,
         tiles: &mut [GradientTile<'_, F, Self::Exponential>],
-        scaled: &[Self::ScaledContexts],
+        contexts: &Self::ThirdContexts<'_>,
         buffers: &mut Self::GradientBuffers,
     );
 }

@@ -100,19 +100,23 @@ impl<F: Accumulator, X: Format<F>> ThirdProduct<'_, F, X> {
     }
 
     /// Adds `dW += E (f C) - m c`, the last term for the listed ids, and likewise to the gradients of adapter and bias,
-    /// of those that are needed.
-    pub(super) fn add_to(&self, gradients: &mut DecoderGradients<F>, exponentials: &mut [X::Exponential]) {
+    /// of those that are needed. `packed` has the contexts of the first product, and is overwritten.
+    pub(super) fn add_to(
+        &self,
+        gradients: &mut DecoderGradients<F>,
+        exponentials: &mut [X::Exponential],
+        packed: &mut [X::Packed],
+    ) {
         let layout = self.layout();
         let SplitGradients { mut tiles, mut behind, bias_behind } = self.split(gradients, exponentials);
-        let segments = self.operands.factors.by_segment;
-        let scaled = parallel::map(segments, |factors| self.format.scaled_contexts(&self.operands, factors));
+        let contexts = self.format.third_contexts(&self.operands, packed);
         let groups = tiles.chunks_mut(layout.tiles_at_a_time()).enumerate();
         parallel::for_each_with(groups, X::GradientBuffers::default, |buffers, (group, tiles)| {
             for (tile, index) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
                 self.clear_void_rows(layout.padded(tile.ids.len()), tile.exponentials);
                 tile.factors = self.operands.factors.tile_factors(index);
             }
-            self.format.add_products(&self.operands, tiles, &scaled, buffers);
+            self.format.add_products(&self.operands, tiles, &contexts, buffers);
             for GradientTile { ids, gradients, bias, .. } in tiles {
                 self.subtract_listed(ids.clone(), gradients, bias.as_deref_mut());
             }
@@ -239,9 +243,9 @@ impl<F: Float> Kernel<F> for AddScaled<'_, F> {
 
 /// Computes `to[row, ..] = factors[row] contexts[row, ..]` for some columns, padded with zeros to whole vectors.
 pub(super) struct ScaleRows<'a, F> {
-    /// The rows, which start `d` elements apart, from the first of the columns on.
+    /// The rows, which start `stride` elements apart, from the first of the columns on.
     pub(super) contexts: &'a [F],
-    pub(super) d: usize,
+    pub(super) stride: usize,
     pub(super) columns: usize,
     pub(super) factors: &'a [F],
     pub(super) to: &'a mut [F],
@@ -252,10 +256,10 @@ impl<F: Float> Kernel<F> for ScaleRows<'_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let ScaleRows { contexts, d, columns, factors, to } = self;
+        let ScaleRows { contexts, stride, columns, factors, to } = self;
         let width = columns.div_ceil(lanes::<F, V>());
         let to = V::registers_mut(to).chunks_exact_mut(width);
-        for ((to, context), &factor) in to.zip(contexts.chunks(d)).zip(factors) {
+        for ((to, context), &factor) in to.zip(contexts.chunks(stride)).zip(factors) {
             let factor = v.splat(factor);
             let (registers, rest) = V::split(&context[..columns]);
             for (to, &x) in to.iter_mut().zip(registers) {

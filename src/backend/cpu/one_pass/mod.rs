@@ -423,7 +423,8 @@ impl<F: Accumulator, X: Format<F>> Steps for OnePass<'_, F, X> {
             d: self.inputs.sizes.context_dim,
         };
         let product = ThirdProduct { format: self.format, operands };
-        product.add_to(&mut self.gradients.decoder, &mut self.buffers.exponentials);
+        let ChunkBuffers { exponentials, packed, .. } = &mut self.buffers;
+        product.add_to(&mut self.gradients.decoder, exponentials, packed);
         Ok(())
     }
 }

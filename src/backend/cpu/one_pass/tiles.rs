@@ -15,6 +15,7 @@ use crate::backend::cpu::products::multiplier::Tiles;
 use crate::backend::cpu::tiles::product::{steps, Operand, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
+use crate::backend::parallel;
 
 /// The number of elements of the decoder in a tile. The tile is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
@@ -43,8 +44,9 @@ impl Format<f32> for Tiles {
     type Decoder<'t> = &'t DecoderSquares;
     type DecoderBuffers = DecoderSquares;
     type LogitBuffers = LogitTile;
-    /// `[square of columns][pair][SIDE]`, in pairs of rows
-    type ScaledContexts = Aligned<Pair>;
+    /// For each segment `[square of columns][pair][SIDE]`: the contexts times its factors, in pairs of rows. A tile may
+    /// have other factors.
+    type ThirdContexts<'c> = Vec<Aligned<Pair>>;
     type GradientBuffers = GradientBuffers;
 
     fn rounds_gradients(self) -> bool {
@@ -155,10 +157,15 @@ impl Format<f32> for Tiles {
         });
     }
 
-    fn scaled_contexts(self, operands: &ThirdOperands<'_, f32>, factors: &[f32]) -> Aligned<Pair> {
-        let mut scaled = Aligned::default();
-        self.scale(operands, 0..operands.factors.rows.len(), 0..operands.d, factors, &mut scaled);
-        scaled
+    fn third_contexts<'c>(self, operands: &ThirdOperands<'_, f32>, _: &'c mut [Pair]) -> Vec<Aligned<Pair>>
+    where
+        f32: 'c,
+    {
+        parallel::map(operands.factors.by_segment, |factors| {
+            let mut scaled = Aligned::default();
+            self.scale(operands, 0..operands.factors.rows.len(), 0..operands.d, factors, &mut scaled);
+            scaled
+        })
     }
 
     /// Adds the products of all tiles whose factors are those of their segments at once, and of each other tile by
@@ -167,12 +174,12 @@ impl Format<f32> for Tiles {
         self,
         operands: &ThirdOperands<'_, f32>,
         tiles: &mut [GradientTile<'_, f32, bf16>],
-        scaled: &[Aligned<Pair>],
+        scaled: &Vec<Aligned<Pair>>,
         buffers: &mut GradientBuffers,
     ) {
         let is_shared = |tile: &GradientTile<'_, _, _>| tile.factors == operands.factors.by_segment[tile.segment];
         for tiles in tiles.chunk_by_mut(|a, b| is_shared(a) && is_shared(b)) {
-            let scaled = is_shared(&tiles[0]).then_some(scaled);
+            let scaled = is_shared(&tiles[0]).then_some(&scaled[..]);
             let columns = tiles[0].gradients.iter().map(|gradient| gradient.columns.end).max().unwrap_or(0);
             for first in (0..columns).step_by(GROUP_COLUMNS) {
                 self.add_columns(operands, tiles, first..columns.min(first + GROUP_COLUMNS), scaled, buffers);

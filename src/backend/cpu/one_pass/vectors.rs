@@ -13,6 +13,7 @@ use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::transpose::transpose;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::{Left, PanelProduct, Registers, Start};
+use crate::backend::parallel;
 
 /// The maximum number of columns of the decoder that the first product sums over at a time, so that the packed contexts
 /// stay in the cache.
@@ -23,7 +24,7 @@ const TILE_BYTES: usize = 320 << 10;
 /// cache.
 const BLOCK_ROWS: usize = 480;
 /// The number of ids whose gradients the third product computes at a time: it scales the contexts for so many at once.
-const GROUP_IDS: usize = 160;
+const GROUP_IDS: usize = 320;
 /// The maximum number of panels that share a widened tile.
 const MOST_PANELS: usize = 8;
 
@@ -39,8 +40,12 @@ impl<F: Accumulator> Format<F> for Vectors {
     type DecoderBuffers = [Vec<F>; 2];
     /// The exponentials, if they are not kept.
     type LogitBuffers = Aligned<F>;
-    /// The tiles of a segment share nothing; each thread scales contexts for some tiles.
-    type ScaledContexts = ();
+    /// `[panel of columns][row][panel width]`, of all panels but the last if that is narrower. Each thread multiplies
+    /// them by the factors of some tiles.
+    type ThirdContexts<'c>
+        = &'c [F]
+    where
+        F: 'c;
     type GradientBuffers = Vec<F>;
 
     /// A tile of the decoder has a fixed number of bytes; a panel is as wide as the registers.
@@ -133,22 +138,35 @@ impl<F: Accumulator> Format<F> for Vectors {
         }
     }
 
-    /// Does nothing: each thread scales contexts for some tiles.
-    fn scaled_contexts(self, _: &ThirdOperands<'_, F>, _: &[F]) {}
+    /// Copies the columns of each panel side by side: rows of the contexts may be pages apart.
+    fn third_contexts<'c>(self, operands: &ThirdOperands<'_, F>, packed: &'c mut [F]) -> &'c [F]
+    where
+        F: 'c,
+    {
+        let width = operands.factors.first_product.layout.panel_rows;
+        let panels = packed.chunks_exact_mut((operands.factors.rows.len() * width).max(1));
+        parallel::for_each(panels.take(operands.d / width).enumerate(), |(panel, to)| {
+            let rows = operands.contexts.chunks_exact(operands.d);
+            for (to, row) in to.chunks_exact_mut(width).zip(rows) {
+                to.copy_from_slice(&row[panel * width..][..width]);
+            }
+        });
+        packed
+    }
 
     /// Sums over a few panels at a time, whose scaled contexts stay in the cache.
     fn add_products(
         self,
         operands: &ThirdOperands<'_, F>,
         tiles: &mut [GradientTile<'_, F, F>],
-        _: &[()],
+        contexts: &&[F],
         scaled: &mut Vec<F>,
     ) {
         let first_product = operands.factors.first_product;
         let panels_at_a_time = BLOCK_ROWS.div_ceil(first_product.layout.panel_rows);
         for panels in first_product.panels.chunks(panels_at_a_time) {
             for matrix in 0..tiles[0].gradients.len() {
-                self.add_matrix_products(operands, tiles, matrix, panels, scaled);
+                self.add_matrix_products(operands, tiles, matrix, panels, contexts, scaled);
             }
             for GradientTile { ids, exponentials, factors, bias, .. } in &mut *tiles {
                 let Some(bias) = bias else { continue };
@@ -168,22 +186,28 @@ impl Vectors {
         tiles: &mut [GradientTile<'_, F, F>],
         matrix: usize,
         panels: &[Panel],
+        by_panel: &[F],
         scaled: &mut Vec<F>,
     ) {
         let (d, layout, first) = (operands.d, &operands.factors.first_product.layout, panels[0].first);
         let rows: usize = panels.iter().map(|panel| panel.rows).sum();
+        let full = layout.panel_rows;
         let all_columns = tiles[0].gradients[matrix].columns.clone();
         let to_row = all_columns.len();
-        for column in all_columns.clone().step_by(layout.panel_rows) {
-            let columns = layout.panel_rows.min(all_columns.end - column);
+        for column in all_columns.clone().step_by(full) {
+            let columns = full.min(all_columns.end - column);
             let width = columns.next_multiple_of(layout.lanes);
             scaled.resize(rows * width, F::zero());
             let mut scaled_by: &[F] = &[];
             for GradientTile { ids, exponentials, factors, gradients, .. } in &mut *tiles {
                 let factors = &factors[first..][..rows];
                 if scaled_by != factors {
-                    let contexts = &operands.contexts[first * d + column..];
-                    F::dispatch(self.isa, ScaleRows { contexts, d, columns, factors, to: scaled });
+                    let (contexts, stride) = if columns == full && column.is_multiple_of(full) {
+                        (&by_panel[column * operands.factors.rows.len() + first * full..], full)
+                    } else {
+                        (&operands.contexts[first * d + column..], d)
+                    };
+                    F::dispatch(self.isa, ScaleRows { contexts, stride, columns, factors, to: scaled });
                     scaled_by = factors;
                 }
                 let left = left_operand(exponentials, panels, ids.len());

@@ -21,16 +21,17 @@ mutant cuda/device.rs 'self.kernels.load_function(kernel)' 'self.kernels.load_fu
 # State of a thread and a stream
 mutant cuda/device.rs 'stream.cu_stream() as usize);' '0);'
 mutant cuda/device.rs 'CudaBlas::new(stream.clone())' 'CudaBlas::new(stream.context().new_stream().w()?)'
-mutant cuda/device.rs 'CUBLAS_POINTER_MODE_DEVICE)' 'CUBLAS_POINTER_MODE_HOST)'
+mutant cuda/device.rs '(CUBLAS_POINTER_MODE_DEVICE,' '(CUBLAS_POINTER_MODE_HOST,'
+mutant cuda/device.rs '(CUBLAS_POINTER_MODE_HOST,' '(CUBLAS_POINTER_MODE_DEVICE,'
 mutant cuda/device.rs '&[0f32, 1.0]' '&[1f32, 0.0]'
-mutant cuda/device.rs 'constants + size_of::<f32>() as u64' 'constants + 2 * size_of::<f32>() as u64'
+mutant cuda/device.rs 'usize::from(product.accumulates) * size_of' 'usize::from(product.accumulates) * 2 * size_of'
 
 # Products
 mutant cuda/device.rs 'DType::F16 => CUDA_R_16F,' 'DType::F16 => CUDA_R_16BF,'
-mutant cuda/device.rs 'product.alpha.unwrap_or(one)' 'product.alpha.unwrap_or(zero)'
-mutant cuda/device.rs 'product.alpha.unwrap_or(one)' 'one'
-mutant cuda/device.rs 'if product.accumulates { one } else { zero }' 'one'
-mutant cuda/device.rs 'if product.accumulates { one } else { zero }' 'zero'
+mutant cuda/device.rs '(one, beta) = (1f32,' '(one, beta) = (0f32,'
+mutant cuda/device.rs 'alpha as *const f32, beta' 'beta as *const f32, beta'
+mutant cuda/device.rs 'f32::from(u8::from(product.accumulates))' '1f32'
+mutant cuda/device.rs 'f32::from(u8::from(product.accumulates))' '0f32'
 mutant cuda/device.rs 'operation(&product.rhs),' 'operation(&product.lhs),'
 mutant cuda/device.rs 'product.k as i32' 'product.k as i32 - 1'
 mutant cuda/device.rs 'product.rhs.stride as i32' 'product.n as i32'

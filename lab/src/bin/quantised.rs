@@ -3,11 +3,12 @@
 //!     cargo run --release -p lab --bin quantised -- --vocab 128256 --context 2048
 //!
 //! Prints a table, some minutes on 2 cores. All that a row of it compares runs in turn, after candle has repacked its
-//! weights; times are medians. *ratio* is the time over candle's `QMatMul`, which rounds the activations to 8 bits; *f32*
-//! that over candle's product of the dequantised rows. The errors are root mean squares over a sample of logits against
-//! f64 of the dequantised rows, relative to that of the logits. *loss* is a loss with the gradient of the hidden states
-//! over the same of a frozen decoder in f32, *adapter* that with an adapter of rank 16 that is trained too, and *next*
-//! `next_tokens` over the same.
+//! weights; times are medians. *ratio* is the time over candle's `QMatMul`, which rounds the activations to 8 bits,
+//! *f32* that over candle's product of the dequantised rows, and *gradient* the time of the gradient of the hidden
+//! states, from the gradient of all logits, over candle's product in f32. The errors are root mean squares over a
+//! sample of logits against f64 of the dequantised rows, relative to that of the logits. *loss* is a loss with the
+//! gradient of the hidden states over the same of a frozen decoder in f32, *adapter* that with an adapter of rank 16
+//! that is trained too, and *next* `next_tokens` over the same.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -52,8 +53,8 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    println!("| type | positions | ms | ratio | f32 | loss | adapter | next | error | candle's error |");
-    println!("|---|---|---|---|---|---|---|---|---|---|");
+    println!("| type | positions | ms | ratio | f32 | gradient | loss | adapter | next | error | candle's error |");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|");
     let &Args { vocab, context, reps, .. } = args;
     // Logits of a root mean square of about one.
     let weight = (Tensor::randn(0f32, 1., (vocab, context), &Device::Cpu)? / (context as f64).sqrt())?;
@@ -80,28 +81,33 @@ fn run(args: &Args) -> Result<()> {
                 head.next_tokens(&input, &requests.iter().collect::<Vec<_>>())?;
                 Ok(())
             };
-            let [own, theirs, product, own_loss, dense_loss, own_adapter, dense_adapter, own_next, dense_next] =
-                medians(
-                    reps,
-                    [
-                        &mut || layer.forward(&input).map(|_| ()).map_err(Into::into),
-                        &mut || candle.forward(&input).map(|_| ()).map_err(Into::into),
-                        &mut || input.matmul(&rows.t()?).map(|_| ()).map_err(Into::into),
-                        &mut || loss(&head),
-                        &mut || loss(&dense),
-                        &mut || loss(&own_adapted),
-                        &mut || loss(&dense_adapted),
-                        &mut || next(&head),
-                        &mut || next(&dense),
-                    ],
-                )?;
+            let logits = layer.forward(&hidden)?;
+            let times: [f64; 11] = medians(
+                reps,
+                [
+                    &mut || layer.forward(&input).map(|_| ()).map_err(Into::into),
+                    &mut || candle.forward(&input).map(|_| ()).map_err(Into::into),
+                    &mut || input.matmul(&rows.t()?).map(|_| ()).map_err(Into::into),
+                    &mut || logits.backward().map(|_| ()).map_err(Into::into),
+                    &mut || logits.ones_like()?.matmul(&rows).map(|_| ()).map_err(Into::into),
+                    &mut || loss(&head),
+                    &mut || loss(&dense),
+                    &mut || loss(&own_adapted),
+                    &mut || loss(&dense_adapted),
+                    &mut || next(&head),
+                    &mut || next(&dense),
+                ],
+            )?;
+            let [own, theirs, product, own_gradient, gradient, ..] = times;
+            let [.., own_loss, dense_loss, own_adapter, dense_adapter, own_next, dense_next] = times;
             let errors = [layer.forward(&input)?, candle.forward(&input)?];
             let [error, candles] = errors.map(|logits| relative_error(&logits, &input, &rows));
             println!(
-                "| {dtype:?} | {positions} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1e} | {:.1e} |",
+                "| {dtype:?} | {positions} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1e} | {:.1e} |",
                 own * 1e3,
                 own / theirs,
                 own / product,
+                own_gradient / gradient,
                 own_loss / dense_loss,
                 own_adapter / dense_adapter,
                 own_next / dense_next,

@@ -27,10 +27,9 @@ static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mixture.fatbin
 pub(in crate::backend) struct Cuda {
     stream: Arc<CudaStream>,
     kernels: Arc<CudaModule>,
-    /// A handle of this crate, which reads the factors of products from device memory; candle's handle reads them from
-    /// host memory.
+    /// A handle of this crate, with other settings than candle's.
     blas: Rc<CudaBlas>,
-    /// `[2]`: 0 and 1, as factors of products.
+    /// `[2]`: 0 and 1. Where the factor of a product is in device memory, so is that of what it accumulates to.
     constants: Tensor,
     /// The bytes of memory of the GPU.
     memory_bytes: usize,
@@ -69,13 +68,8 @@ impl Cuda {
         let blas = CudaBlas::new(stream.clone()).w()?;
         // SAFETY: the handle is valid. With this math mode, sums stay in f32 even if cuBLAS splits the inner dimension.
         unsafe {
-            use cublas_sys::{cublasMath_t, cublasPointerMode_t};
-            let handle = *blas.handle();
-            cublas_sys::cublasSetPointerMode_v2(handle, cublasPointerMode_t::CUBLAS_POINTER_MODE_DEVICE)
-                .result()
-                .w()?;
-            let math = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
-            cublas_sys::cublasSetMathMode(handle, math).result().w()?;
+            let math = cublas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+            cublas_sys::cublasSetMathMode(*blas.handle(), math).result().w()?;
         }
         let constants = Tensor::new(&[0f32, 1.0], &Device::Cuda(device.clone()))?;
         let memory_bytes = stream.context().total_mem().w()?;
@@ -187,6 +181,7 @@ impl Gpu for Cuda {
         use cublas_sys::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32};
         use cublas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT;
         use cublas_sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
+        use cublas_sys::cublasPointerMode_t::{CUBLAS_POINTER_MODE_DEVICE, CUBLAS_POINTER_MODE_HOST};
         use cublas_sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
         if product.m == 0 || product.n == 0 {
             return Ok(());
@@ -198,9 +193,15 @@ impl Gpu for Cuda {
         };
         let dtype = data_type(product.lhs.dtype);
         let operation = |matrix: &DeviceMatrix| if matrix.is_transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
-        let constants = self.address(&self.constants)?;
-        let [zero, one] = [constants, constants + size_of::<f32>() as u64];
-        let (alpha, beta) = (product.alpha.unwrap_or(one), if product.accumulates { one } else { zero });
+        let (one, beta) = (1f32, f32::from(u8::from(product.accumulates)));
+        let (mode, alpha, beta) = match product.alpha {
+            None => (CUBLAS_POINTER_MODE_HOST, &raw const one, &raw const beta),
+            Some(alpha) => {
+                let constants = self.address(&self.constants)?;
+                let beta = constants + (usize::from(product.accumulates) * size_of::<f32>()) as u64;
+                (CUBLAS_POINTER_MODE_DEVICE, alpha as *const f32, beta as *const f32)
+            }
+        };
         let compute = match product.lhs.dtype {
             DType::F32 if gemm_reduced_precision_f32() => CUBLAS_COMPUTE_32F_FAST_TF32,
             _ => CUBLAS_COMPUTE_32F,
@@ -208,9 +209,10 @@ impl Gpu for Cuda {
         // cuBLAS launches on the current GPU of the thread, which may be another one by now.
         self.stream.context().bind_to_thread().w()?;
         // cuBLAS is column-major and reads each matrix as its transpose, so it computes out^T = rhs^T lhs^T.
-        // SAFETY: the matrices are in tensors of the chunks, with these strides; the factors are in device memory, as
-        // the handle's pointer mode requires.
+        // SAFETY: the matrices are in tensors of the chunks, with these strides; the factors are in the memory that the
+        // handle's pointer mode requires, and cuBLAS reads those on the host before it returns.
         unsafe {
+            cublas_sys::cublasSetPointerMode_v2(*self.blas.handle(), mode).result().w()?;
             cublas::gemm_ex(
                 *self.blas.handle(),
                 operation(&product.rhs),
@@ -218,14 +220,14 @@ impl Gpu for Cuda {
                 product.n as i32,
                 product.m as i32,
                 product.k as i32,
-                alpha as *const _,
+                alpha.cast(),
                 product.rhs.address as *const _,
                 dtype,
                 product.rhs.stride as i32,
                 product.lhs.address as *const _,
                 dtype,
                 product.lhs.stride as i32,
-                beta as *const _,
+                beta.cast(),
                 product.out as *mut _,
                 data_type(product.out_dtype),
                 product.out_stride as i32,

@@ -30,20 +30,20 @@ pub(super) struct DeviceObjective {
 
 /// `[1]` each: the factors that the gradient of the logits still needs, by the step that applies them.
 struct LogitsFactors {
-    /// The factor in the kernel that writes the gradient: all of it in f32.
+    /// The factor in the kernel that writes the gradient: all of it in f32 and bf16.
     kernel: Option<Buffer>,
-    /// The factor in the products, since in half precision the scaled gradient could overflow or underflow.
+    /// The factor in the products, since in f16 the scaled gradient could overflow or underflow.
     products: Option<Buffer>,
 }
 
 impl LogitsFactors {
-    /// The factors whose product is `factor` times the scale of the logits. In half precision the products divide by
-    /// `unit`, which the kernels have multiplied by.
+    /// The factors whose product is `factor` times the scale of the logits. In f16 the products divide by `unit`, which
+    /// the kernels have multiplied by.
     fn new<G: Gpu>(gpu: &G, dtype: DType, factor: &Tensor, unit: f32, logit_scale: f64) -> Result<Self> {
         let buffer = |scale: f64| Ok::<_, Error>(Some(Buffer::new(gpu, factor.affine(scale, 0.0)?)?));
         Ok(match dtype {
-            DType::F32 => LogitsFactors { kernel: buffer(logit_scale)?, products: None },
-            _ => LogitsFactors { kernel: None, products: buffer(logit_scale / f64::from(unit))? },
+            DType::F16 => LogitsFactors { kernel: None, products: buffer(logit_scale / f64::from(unit))? },
+            _ => LogitsFactors { kernel: buffer(logit_scale)?, products: None },
         })
     }
 }
@@ -114,11 +114,11 @@ impl DeviceObjective {
         })
     }
 
-    /// Keeps the gradient of a chunk's logits in the range of half precision: the kernels divide it by the largest of
-    /// `mass_bounds`, `[chunk]`, and the products multiply by it. In f32 nothing changes.
+    /// Keeps the gradient of a chunk's logits in the range of f16: the kernels divide it by the largest of `mass_bounds`,
+    /// `[chunk]`, and the products multiply by it. In f32 and bf16 nothing changes.
     pub(super) fn normalize<G: Gpu>(&mut self, gpu: &G, mass_bounds: &Tensor, operands: &Operands) -> Result<()> {
         let dtype = gpu.kind().gradient_dtype(product_dtype(operands));
-        if dtype == DType::F32 {
+        if dtype != DType::F16 {
             return Ok(());
         }
         let largest = mass_bounds.max(0)?;

@@ -565,13 +565,16 @@ def main():
     if arguments.list:
         results = load()
         for run in runs:
-            line = run.result(results)
-            print(f"{run.name:28} {line.get('valid_perplexity', line.get('seconds')) if line else '-':>8}")
+            line = run.result(results) or {}
+            found = next((line[key] for key in ("valid_perplexity", "seconds", "rank") if key in line), "-")
+            print(f"{run.name:28} {found:>8}")
         return
     runs = [run for run in runs if run.data is None or run.name.split("-")[0] in given]
     if arguments.names:
         wanted = [run for run in runs if any(run.name.startswith(name) for name in arguments.names)]
-        runs = [run for run in runs if run in wanted or any(run in other.needs for other in wanted)]
+        for run in wanted:  # The list grows until it has what each of its runs needs.
+            wanted += [need for need in run.needs if need not in wanted]
+        runs = [run for run in runs if run in wanted]
     changed = git("status", "--porcelain", "--", *MEASURED)
     if changed and not arguments.force:
         sys.exit(f"commit first, so that the results can name what was run:\n{changed}")

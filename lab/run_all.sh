@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The small runs of lab/README.md: every head with its own best of four trials, then two seeds of the best; all heads for
-# equal time; translation over words, byte pairs and codes; captions of drawn images; words spelled letter by letter. Two
-# runs at a time, each with one thread. Appends a JSON line for each run to benches/results/runs.jsonl;
+# The small runs of lab/README.md: every head with its own best of two to four trials, then two seeds of the best; what
+# came after the mixture of softmaxes, and the bottleneck of each; all heads for equal time; translation over words, byte
+# pairs and codes; captions of drawn images; words spelled letter by letter. Two runs at a time, each with one thread. Appends a JSON line for each run to benches/results/runs.jsonl;
 # `cargo run --release -p lab --bin figures` makes the tables and the picture of them.
 #
 #   lab/run_all.sh [--ptb DIR] [--multi30k DIR] [--switchboard FILE.jsonl] [--results FILE] [--minutes N] [NAME..]
@@ -11,6 +11,8 @@
 #   --switchboard FILE  a dialogue per line, as `translation --dialogue` reads it
 #   --results FILE      appends the lines to this file, which says what is done, in place of benches/results/runs.jsonl
 #   --minutes N         stops after N minutes; the same command continues where it stopped
+#   --jobs N            runs at a time (2)
+#   --force             runs code that is not committed
 #   --list              prints the runs, those that are done with their results
 #   --seconds           only measures the seconds of a step, of the presets on all cores and of the runs of equal time on
 #                       one, which need them; ten minutes in which the machine should have nothing else to do. With

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 # The bindings of parameters, and the bits of absent ones
 expect cargo test --locked --lib testing::tests
 mutant metal/arguments.rs 'read(x.scales),' 'Binding::Absent,'
-mutant metal/arguments.rs 'x.softcap.to_ne_bytes()' '0f32.to_ne_bytes()'
+mutant metal/arguments.rs 'x.cap.to_ne_bytes()' '0f32.to_ne_bytes()'
 mutant metal/arguments.rs '*binding != Binding::Absent' 'true'
 expect scripts/check-metal-on-linux.sh --test training
 mutant metal/arguments.rs 'if address == 0 { Binding::Absent } else { Binding::Write(address) }' 'Binding::Write(address)'

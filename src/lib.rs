@@ -18,17 +18,17 @@
 //! | [`MixtureOfSoftmaxes`] | K contexts and log-priors | K softmaxes of width d |
 //!
 //! Each is a [`Head`], a projection and a decoder; with a projection of your own, `Head` is a head of your own. All
-//! heads implement [`OutputLayer`], and those that are one mixture also [`MixtureLayer`]. A head gives a distribution at
-//! each position, and results are asked of it: [`Distributions`] has them all. [`Mixture`] is the fused operation
+//! heads implement [`OutputLayer`], and those that are one mixture also [`MixtureLayer`]. A head gives a distribution
+//! at each position, and results are asked of it: [`Distributions`] has them all. [`Mixture`] is the fused operation
 //! itself, and [`linear_cross_entropy`] is the fused loss of a linear layer. [`HeadConfig`] is saved beside the weights
 //! of a model that reads its head from a file.
 //!
 //! A loss and its gradients take three matrix products, the minimum for an exact method, or four if each position has a
 //! loss of its own. The positions are processed in chunks ([`Plan`]), so that the logits of one chunk are in memory at
 //! a time, under a budget ([`LossOptions::with_workspace_bytes`]). By default a chunk on the CPU has up to 480 rows of
-//! logits (235 MiB at 128 256 ids in f32), or more within 32 MiB. The contexts `[positions, K, d]` and the gradients
-//! are held whole. An operand that does not depend on a variable, such as a frozen decoder
-//! ([`Head::with_frozen_decoder`]), costs no product for its gradient.
+//! logits (235 MiB at 128 256 ids in f32), or more within 32 MiB; with AMX, or AVX512-BF16 on Zen 5, it has 768 or
+//! more. The contexts `[positions, K, d]` and the gradients are held whole. An operand that does not depend on a
+//! variable, such as a frozen decoder ([`Head::with_frozen_decoder`]), costs no product for its gradient.
 //!
 //! # Modules
 //!
@@ -97,7 +97,7 @@
 //! | `distributed` | heads whose vocabulary is cut among ranks, with their checkpoints, and ranks with texts of their own, in [`distributed`] |
 //! | `mpi` | `distributed`, and its engine over MPI |
 //! | `nccl` | `distributed`, and its engine over NCCL, for ranks with an NVIDIA GPU each; run on an emulated driver, not yet on a GPU |
-//! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); all tests pass on an H200 |
+//! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); all tests of an earlier commit passed on an H200, later changes have run on an emulated driver |
 //! | `metal` | kernels for Apple GPUs (f32, f16, bf16); run on an emulated device, not yet on a GPU |
 //!
 //! This crate enables the feature `x86-v4` of the `gemm` crate. Features are shared by the whole dependency graph:

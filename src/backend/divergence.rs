@@ -10,9 +10,9 @@ use crate::tensors::transfer::number_like;
 
 /// How far a student's distribution Q is from a teacher's T, in nats.
 ///
-/// The last three train the drafter of speculative decoding (Leviathan et al., arXiv 2211.17192): the student drafts, and
-/// the teacher accepts a draft with the probability `alpha = sum_v min(T(v), Q(v))`. Their derivatives have jumps where
-/// `T(v) = Q(v)`, and take such an id as accepted: it has no part in them. With
+/// The last three train the drafter of speculative decoding (Leviathan et al., arXiv 2211.17192): the student drafts,
+/// and the teacher accepts a draft with the probability `alpha = sum_v min(T(v), Q(v))`. Their derivatives have jumps
+/// where `T(v) = Q(v)`, and take such an id as accepted: it has no part in them. With
 /// [`MissingIds::Tail`](crate::distill::MissingIds::Tail), `alpha` is an upper bound, because the missing ids are one
 /// outcome; otherwise missing ids add nothing to any of the sums.
 ///
@@ -41,9 +41,9 @@ pub enum Divergence {
     /// `sum_v Q(v) (log Q(v) - log T(v))`: the student seeks what the teacher is likely to say. It is infinite, which on the
     /// CPU is an error, where the teacher gives no probability to what the student may say.
     ReverseKl,
-    /// `beta KL(T, M) + (1 - beta) KL(Q, M)` with `M = beta T + (1 - beta) Q`, for beta between 0 and 1. At both ends it
-    /// is zero for all distributions, so that they are errors; divided by beta it tends to `KL(T, Q)` at 0, divided by
-    /// 1 - beta to `KL(Q, T)` at 1.
+    /// `beta KL(T, M) + (1 - beta) KL(Q, M)` with `M = beta T + (1 - beta) Q`, for beta above 0 and below 1. At 0 and
+    /// at 1 it would be zero for all distributions, so that these are errors; divided by beta it tends to `KL(T, Q)` at
+    /// 0, divided by 1 - beta to `KL(Q, T)` at 1.
     JensenShannon(f64),
     /// `sum_v max(0, T(v) - Q(v))`, half the sum of `|T(v) - Q(v)|`: the probability `1 - alpha` that a draft is rejected.
     /// Far from the teacher its derivatives are small.
@@ -105,8 +105,8 @@ pub(crate) struct DivergenceTerms {
     pub(crate) scales: Tensor,
 }
 
-/// Computes the divergence of each row of log-probabilities `[n, vocab]`, `[n]`, and its derivatives by these, times the
-/// scales.
+/// Computes the divergence of each row of log-probabilities `[n, vocab]`, `[n]`, and its derivatives by these, times
+/// the scales.
 pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &DivergenceTerms) -> Result<(Tensor, Tensor)> {
     let &DivergenceTerms { divergence, temperature, ref scales } = terms;
     let (log_q, log_t) = (tempered(log_probs, temperature)?, tempered(log_teacher, temperature)?);
@@ -125,9 +125,9 @@ pub(crate) fn composed(log_probs: &Tensor, log_teacher: &Tensor, terms: &Diverge
     Ok((not_negative(&values)?, derivatives))
 }
 
-/// Computes each outcome's term of a sum, and the derivative of the sum by the student's log-probability of the outcome,
-/// up to a constant times the probability. The operands are the log-probabilities of teacher and student, and the
-/// student's probabilities `q`, which are zero where an outcome does not count.
+/// Computes each outcome's term of a sum, and the derivative of the sum by the student's log-probability of the
+/// outcome, up to a constant times the probability. The operands are the log-probabilities of teacher and student, and
+/// the student's probabilities `q`, which are zero where an outcome does not count.
 pub(crate) fn outcome_terms(sum: OutcomeSum, log_t: &Tensor, log_q: &Tensor, q: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok(match sum {
         OutcomeSum::ForwardKl => {

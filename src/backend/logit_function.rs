@@ -39,9 +39,9 @@ pub enum LogitFunction {
     /// Open Language Models at a Practical Size. 2024, arXiv 2408.00118).
     Softcap(f64),
     /// Sigsoftmax: `z` becomes `z + log sigma(z) = 2 z - log(1 + exp(z))`, so that `P(v) ~ exp(z_v) sigma(z_v)`. The
-    /// log-probabilities of a single softmax are then no longer of a rank at most `d + 1` (Kanai, Fujiwara, Yamanaka,
-    /// Adachi: Sigsoftmax: Reanalysis of the Softmax Bottleneck. NeurIPS 2018, arXiv 1805.10829). In a mixture, it is
-    /// the function of each component.
+    /// log-probabilities of a single softmax are then no longer of a rank at most `d + 2` (`d + 1` without a bias;
+    /// Kanai, Fujiwara, Yamanaka, Adachi: Sigsoftmax: Reanalysis of the Softmax Bottleneck. NeurIPS 2018, arXiv
+    /// 1805.10829). In a mixture, it is the function of each component.
     ///
     /// A sampled softmax and a temperature of components do not support it.
     Sigsoftmax,

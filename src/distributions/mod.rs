@@ -28,8 +28,8 @@ pub use linear_cross_entropy::linear_cross_entropy;
 /// A [`Mixture`](crate::Mixture), a [`RestrictedMixture`](crate::sets::RestrictedMixture) and a
 /// [`VocabParallelMixture`](crate::distributed::VocabParallelMixture) are distributions, and every head has those of its
 /// hidden states, [`OutputLayer::distributions`](crate::OutputLayer::distributions). A result that one of them cannot
-/// compute is [`Error::Unsupported`](crate::Error::Unsupported). The trait cannot be implemented outside of this crate: a
-/// head of your own implements [`OutputLayer`](crate::OutputLayer).
+/// compute is [`Error::Unsupported`](crate::Error::Unsupported). The trait cannot be implemented outside of this crate:
+/// a head of your own implements [`OutputLayer`](crate::OutputLayer).
 ///
 /// # Shapes
 ///
@@ -56,8 +56,8 @@ pub use linear_cross_entropy::linear_cross_entropy;
 pub trait Distributions: Sealed {
     /// Computes the loss of the targets, with the gradients of everything that depends on a variable.
     ///
-    /// A mixture computes both in the same three matrix products, for the logits of one chunk of positions at a time: see
-    /// [`Plan`](crate::Plan). For what is restricted to allowed ids, see
+    /// A mixture computes both in the same three matrix products, for the logits of one chunk of positions at a time:
+    /// see [`Plan`](crate::Plan). For what is restricted to allowed ids, see
     /// [`RestrictedMixture`](crate::sets::RestrictedMixture).
     ///
     /// # Shapes
@@ -117,7 +117,8 @@ pub trait Distributions: Sealed {
         Scores::from_rounded(&accurate_log_probs(self)?, self.shape().like.dtype(), token_ids, options)
     }
 
-    /// Computes the log-probability of given token ids `[..]` or `[.., n]`, in their shape; see [`Distributions::score`].
+    /// Computes the log-probability of given token ids `[..]` or `[.., n]`, in their shape; see
+    /// [`Distributions::score`].
     ///
     /// # Errors
     ///
@@ -126,8 +127,8 @@ pub trait Distributions: Sealed {
         Ok(self.score(token_ids, &ScoreOptions::new())?.log_prob)
     }
 
-    /// Computes the entropy of each position's distribution, `-sum_v P(v) log P(v)`: `[..]` in nats, f32 (f64 for f64). It
-    /// is differentiable; see [`Distributions::score`].
+    /// Computes the entropy of each position's distribution, `-sum_v P(v) log P(v)`: `[..]` in nats, f32 (f64 for f64).
+    /// It is differentiable; see [`Distributions::score`].
     ///
     /// # Errors
     ///
@@ -140,8 +141,8 @@ pub trait Distributions: Sealed {
         Ok(scores.entropy.unwrap_or(scores.log_prob))
     }
 
-    /// Finds the `k` most probable token ids at each position and their log-probabilities, `[.., k]`, in descending order;
-    /// among equals the lowest id comes first.
+    /// Finds the `k` most probable token ids at each position and their log-probabilities, `[.., k]`, in descending
+    /// order; among equals the lowest id comes first.
     ///
     /// # Errors
     ///
@@ -199,9 +200,9 @@ pub trait Distributions: Sealed {
     ///
     /// # Errors
     ///
-    /// The errors of the ids are those of the targets of [`Distributions::loss`]. It is an error too if an option is out of
-    /// range, or if `terms` fails or returns other shapes. [`Error::Unsupported`] for [`ScoreOptions::is_argmax`],
-    /// which has no derivative.
+    /// The errors of the ids are those of the targets of [`Distributions::loss`]. It is an error too if an option is
+    /// out of range, or if `terms` fails or returns other shapes. [`Error::Unsupported`] for
+    /// [`ScoreOptions::is_argmax`], which has no derivative.
     ///
     /// # Examples
     ///
@@ -325,9 +326,9 @@ pub trait Distributions: Sealed {
     }
 
     /// Computes the divergence of the student, whose distributions these are, from a teacher, and its gradients: for a
-    /// mixture in the products of a loss. A teacher that is a mixture takes one more product, and the log-probabilities of
-    /// a chunk of positions are held at a time. A teacher's list takes no more products, and only the log-probabilities of
-    /// its ids are held.
+    /// mixture in the products of a loss. A teacher that is a mixture takes one more product, and the log-probabilities
+    /// of a chunk of positions are held at a time. A teacher's list takes no more products, and only the
+    /// log-probabilities of its ids are held. On a GPU the logits are computed twice, unless the teacher is a list.
     ///
     /// [`Loss::nll`] has the objective of each position that counts, in their order, without weights.
     ///
@@ -387,8 +388,8 @@ pub trait Distributions: Sealed {
         linear::score_loss(loss, self.shape().leading, &at_counted_positions(scores, &loss.counted)?)
     }
 
-    /// Computes a loss that is a function of the log-probabilities of all ids. Beside the loss it returns the terms' value
-    /// at each position.
+    /// Computes a loss that is a function of the log-probabilities of all ids. Beside the loss it returns the terms'
+    /// value at each position.
     #[doc(hidden)]
     fn loss_from_log_probs(&self, loss: &LogProbLoss) -> Result<(Loss, Tensor)> {
         linear::log_prob_loss(loss, self.shape().leading, &at_counted_positions(self.log_probs(), &loss.counted)?)

@@ -255,9 +255,9 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 
     /// Computes the divergence of this layer, the student, from a teacher after hidden states `[.., hidden]`, and its
-    /// gradients. For a head that is one mixture it costs as much as a loss, and one product more if the teacher is a
-    /// mixture: see [`Distributions::distill`]. [`Loss::nll`] has the objective of each position
-    /// that counts, in their order, without weights.
+    /// gradients. For a head that is one mixture it costs as much as a loss, one product more if the teacher is a
+    /// mixture, and on a GPU another one if it is not a list: see [`Distributions::distill`]. [`Loss::nll`] has the
+    /// objective of each position that counts, in their order, without weights.
     ///
     /// # Shapes
     ///
@@ -348,8 +348,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the hidden states do not match the head, or a distribution is NaN, infinite or impossible: the error names its
-    /// position.
+    /// If the hidden states do not match the head, or a distribution is NaN, infinite or impossible: the error names
+    /// its position.
     fn argmax(&self, hidden: &Tensor) -> Result<Tensor> {
         Ok(self.top_k(hidden, 1)?.token_ids.squeeze(D::Minus1)?)
     }
@@ -370,9 +370,9 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 
     /// Chooses the next token id after each of the hidden states `[.., hidden]`, as the position's request says, with
-    /// its log-probabilities, the most probable ids and the entropy. A head that is one mixture reads its decoder once;
-    /// by default the answers are computed from [`OutputLayer::log_probs`], which the constraints then change in place
-    /// of logits.
+    /// its log-probabilities, the most probable ids and the entropy. A head that is one mixture reads its decoder once
+    /// for each chunk of positions; by default the answers are computed from [`OutputLayer::log_probs`], which the
+    /// constraints then change in place of logits.
     ///
     /// # Shapes
     ///
@@ -390,9 +390,9 @@ pub trait OutputLayer: Debug + Send + Sync {
         self.distributions(hidden, None)?.next_tokens(requests)
     }
 
-    /// Chooses several next token ids after each of the hidden states `[.., hidden]`, one for each request of the position's
-    /// list, from one read of the decoder and one distribution for each position: such as the first ids of n samples of a
-    /// prompt, by requests that differ in their seeds.
+    /// Chooses several next token ids after each of the hidden states `[.., hidden]`, one for each request of the
+    /// position's list, from one read of the decoder for each chunk of positions and one distribution for each
+    /// position: such as the first ids of n samples of a prompt, by requests that differ in their seeds.
     ///
     /// # Shapes
     ///
@@ -400,8 +400,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// The errors of [`next_tokens`](OutputLayer::next_tokens). [`Error::Request`](crate::Error::Request) counts the requests
-    /// of all lists.
+    /// The errors of [`next_tokens`](OutputLayer::next_tokens). [`Error::Request`](crate::Error::Request) counts the
+    /// requests of all lists.
     ///
     /// # Examples
     ///
@@ -424,9 +424,10 @@ pub trait OutputLayer: Debug + Send + Sync {
         self.distributions(hidden, None)?.next_tokens_per_position(requests)
     }
 
-    /// Computes what servers return for a prompt: the log-probability of each of its token ids after the hidden state before
-    /// it, its rank, and the `n` most probable ids, from one read of the decoder. Only one position's distribution is held by
-    /// a thread at a time.
+    /// Computes what servers return for a prompt: the log-probability of each of its token ids after the hidden state
+    /// before it, its rank, and the `n` most probable ids. A head that is one mixture reads its decoder once for each
+    /// chunk of positions (on the CPU 64 rows of logits, or more within 32 MiB), and holds the logits of a chunk and
+    /// one distribution for each thread; a head of your own holds the log-probabilities of all positions.
     ///
     /// # Shapes
     ///
@@ -461,25 +462,25 @@ pub trait OutputLayer: Debug + Send + Sync {
         self.next_tokens(hidden, &requests.iter().collect::<Vec<_>>())
     }
 
-    /// Verifies drafted token ids, for speculative decoding: draws the next tokens of each text from the hidden states after its
-    /// last token and after each of its drafts, and accepts the drafts that they agree with. All rows of all texts are
-    /// computed from one read of the decoder.
+    /// Verifies drafted token ids, for speculative decoding: draws the next tokens of each text from the hidden states
+    /// after its last token and after each of its drafts, and accepts the drafts that they agree with. All rows of all
+    /// texts are computed together, from one read of the decoder for each chunk of rows.
     ///
-    /// The noise of a draw is a function of the request's seed, the step and the token id ([`TokenRequest`]), and so the tokens
-    /// are those that [`next_tokens`](OutputLayer::next_tokens) draws step by step, whatever the drafts are: a row draws with the
-    /// request of its text after the drafts before it, with its penalties, constraints and processor. For a head of this crate
-    /// on the CPU ids and log-probabilities are the same to the bit, if the hidden states are
-    /// ([what is promised](crate::decode#the-same-ids-in-every-batch)).
+    /// The noise of a draw is a function of the request's seed, the step and the token id ([`TokenRequest`]), and so
+    /// the tokens are those that [`next_tokens`](OutputLayer::next_tokens) draws step by step, whatever the drafts are:
+    /// a row draws with the request of its text after the drafts before it, with its penalties, constraints and
+    /// processor. For a head of this crate on the CPU ids and log-probabilities are the same to the bit, if the hidden
+    /// states are ([what is promised](crate::decode#the-same-ids-in-every-batch)).
     ///
-    /// A drafter that draws with a clone of the request shares its noise: where both distributions are alike, both draw the
-    /// same id, much more often than with noise of their own (Daliri et al.). The noise is shared for agreement
-    /// alone. The ratio test of Leviathan et al. accepts a draft with the probability `min(1, p / q)`, and needs noise that the
-    /// draft does not depend on: with the drafter's, what it draws after a rejection is biased.
+    /// A drafter that draws with a clone of the request shares its noise: where both distributions are alike, both draw
+    /// the same id, much more often than with noise of their own (Daliri et al.). The noise is shared for agreement
+    /// alone. The ratio test of Leviathan et al. accepts a draft with the probability `min(1, p / q)`, and needs noise
+    /// that the draft does not depend on: with the drafter's, what it draws after a rejection is biased.
     ///
-    /// Each request advances by the tokens of its text: the accepted drafts and one more, unless an accepted draft ends the text
-    /// ([`TokenRequest::with_ends`]). After an error no request has moved. The
-    /// constraints of a request hold at all rows of its text: where they change from step to step, as those of a grammar do,
-    /// verify the drafts up to the change.
+    /// Each request advances by the tokens of its text: the accepted drafts and one more, unless an accepted draft ends
+    /// the text ([`TokenRequest::with_ends`]). After an error no request has moved. The constraints of a request hold
+    /// at all rows of its text: where they change from step to step, as those of a grammar do, verify the drafts up to
+    /// the change.
     ///
     /// # Shapes
     ///
@@ -598,7 +599,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     }
 }
 
-/// Returns the rows of hidden states `[.., hidden]` at these positions, `[n, hidden]`, or all hidden states as they are.
+/// Returns the rows of hidden states `[.., hidden]` at these positions, `[n, hidden]`, or all of them as they are.
 pub(crate) fn select_hidden(hidden: &Tensor, positions: Option<&[u32]>) -> Result<Tensor> {
     let Some(positions) = positions else { return Ok(hidden.clone()) };
     leading(hidden)?;

@@ -200,15 +200,16 @@ impl LossOptions {
     /// the number of threads, so that losses and gradients differ by rounding.
     ///
     /// The default budget holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with
-    /// fewer rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Products on Intel
-    /// AMX take 768 rows, and in bf16 all rows if they are at most twice as many as a context has elements: the
-    /// gradient of a single chunk needs no sum in f32, which would take more memory.
+    /// fewer rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Losses over targets
+    /// by the tile products of Intel AMX, or of AVX512-BF16 on Zen 5, take 768 rows, and in bf16 all rows if they are
+    /// at most twice as many as a context has elements: the gradient of a single chunk needs no sum in f32, which would
+    /// take more memory.
     ///
-    /// With CUDA the default budget holds 512 MiB of logits or 4096 rows, whichever is larger, and is at most an eighth of
-    /// the memory of the GPU; a row takes 4 bytes for each id in f32, and 6 in half precision. Copies of operands in half
-    /// precision whose rows are no multiple of 16 bytes, and the workspace of cuBLAS, are not part of it. With Metal it
-    /// holds 32 MiB of logits or 512 rows, and is at most 512 MiB, of which half may be unused, because candle rounds
-    /// allocations up to a power of two.
+    /// With CUDA the default budget holds 512 MiB of logits or 4096 rows, whichever is larger, and is at most an eighth
+    /// of the memory of the GPU; a row takes 4 bytes for each id in f32, and 6 in half precision. Copies of operands in
+    /// half precision whose rows are no multiple of 16 bytes, and the workspace of cuBLAS, are not part of it. With
+    /// Metal it holds 32 MiB of logits or 512 rows, and is at most 512 MiB, of which half may be unused, because candle
+    /// rounds allocations up to a power of two.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {
         LossOptions { workspace_bytes: Some(bytes), ..self }
     }

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | [`top_k`](crate::OutputLayer::top_k), [`argmax`](crate::OutputLayer::argmax) | return the most probable token ids under the whole mixture ([`TopK`]); among equals the lowest id comes first |
 //! | [`sample`](crate::OutputLayer::sample) | draws with a [`Sampler`]: [`Sampling`] has the temperature of the mixture or of its components, top-k, top-p and min-p; the same seed draws the same ids |
-//! | [`next_tokens`](crate::OutputLayer::next_tokens) | answers the [`TokenRequest`]s of several texts, each of which has its own seed, sampling and [`Constraints`], from one read of the decoder; a [`NextToken`] has a token id, its log-probabilities, the most probable ids, the entropy and the rank |
+//! | [`next_tokens`](crate::OutputLayer::next_tokens) | answers the [`TokenRequest`]s of several texts, each of which has its own seed, sampling and [`Constraints`], from one read of the decoder for a chunk of them; a [`NextToken`] has a token id, its log-probabilities, the most probable ids, the entropy and the rank |
 //! | [`next_tokens_per_position`](crate::OutputLayer::next_tokens_per_position) | answers several requests of each position, such as n seeds after a prompt |
 //! | [`prompt_log_probs`](crate::OutputLayer::prompt_log_probs) | the log-probability and the rank of each id of a prompt, with the most probable ids |
 //! | [`verify`](crate::OutputLayer::verify) | verifies drafted token ids for speculative decoding: the texts are those that `next_tokens` draws step by step ([`Verified`]) |
@@ -22,13 +22,14 @@
 //!
 //! On the CPU, [`next_tokens`](crate::OutputLayer::next_tokens), [`verify`](crate::OutputLayer::verify) and
 //! [`sample`](crate::OutputLayer::sample) of every head of this crate give a position the same bits alone and in any batch, on any
-//! number of threads: the same ids, log-probabilities and entropies. What is promised is of the head, for hidden states of the
-//! same bits. The layers before it decide about those: candle's product of one row rounds otherwise than that of several, so
-//! that a model's hidden states, and then its ids where two are nearly equally probable, may depend on the batch.
+//! number of threads: the same ids, log-probabilities and entropies. The promise holds for the head alone: equal hidden
+//! states give equal results. The layers before the head may give other hidden states in another batch: candle's
+//! product of one row rounds otherwise than its product of several, so that the ids may differ where two are nearly
+//! equally probable.
 //!
 //! [`top_k`](crate::OutputLayer::top_k), [`score`](crate::score) and losses take faster products of many rows: they agree with the above
-//! up to rounding, so that ids differ only where two are nearly equally probable. GPUs promise nothing of this, nor do heads of
-//! your own.
+//! up to rounding, so that ids differ only where two are nearly equally probable. GPUs promise nothing of this, nor do
+//! heads of your own.
 //!
 //! # Numerics
 //!

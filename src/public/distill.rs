@@ -4,12 +4,12 @@
 //! [`MissingIds`] is the probability of the ids that a list lacks. [`Divergence`] is the forward or the reverse
 //! Kullback-Leibler divergence, that of Jensen and Shannon, or one that trains a drafter for acceptance, and
 //! [`DistillOptions`] have it with temperature and weights. Begin with [`OutputLayer::distill`](crate::OutputLayer::distill), which takes them: for a head that is one
-//! mixture it costs three products from a teacher's list, and four from a teacher that is a mixture.
+//! mixture it costs three products from a teacher's list, and four from a teacher that is a mixture (on a GPU five).
 //!
 //! # Examples
 //!
-//! The acceptance of a drafter, the mean probability with which the teacher accepts its draft in speculative decoding, is one
-//! minus the total variation:
+//! The acceptance of a drafter, the mean probability with which the teacher accepts its draft in speculative decoding,
+//! is one minus the total variation:
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

@@ -12,8 +12,10 @@
 //! | [`score_loss`](crate::Distributions::score_loss), [`log_prob_loss`](crate::Distributions::log_prob_loss) | 3 / 1: a function of your own of the log-probabilities of some ids, the entropy and the mass of all others, or of the log-probabilities of all ids |
 //! | [`log_probs`](crate::OutputLayer::log_probs) | 4 / 1, and a tensor of the vocabulary's size |
 //!
-//! Heads that are one mixture compute them chunk by chunk. Heads of two levels compute them from the log-probabilities of
-//! all ids, and so does a GPU, except for `log_prob` of one id. On a GPU a loss of all log-probabilities takes a product
-//! more. The losses of [`policy`](crate::policy) and [`distill`](crate::distill) are computed in the same way.
+//! Heads that are one mixture compute them chunk by chunk. On a GPU the entropy, the mass outside, the collision
+//! probability and a temperature need the log-probabilities of all ids of a chunk, and a loss of all log-probabilities
+//! takes a product more. Heads of two levels compute scores from the log-probabilities of all ids, except for
+//! `log_prob` of one id. The losses of [`policy`](crate::policy) and [`distill`](crate::distill) are computed in the
+//! same way.
 
 pub use crate::scores::{ChunkLogProbs, ChunkScores, ChunkTerms, ScoreOptions, Scores};

@@ -4,8 +4,9 @@
 //!
 //! Prints a table, a second on 2 cores. *bf16* is a mixture in bf16 against f64 of the same rounded operands;
 //! *f32* and *bf16 products* are a mixture in f32, the latter with `Precision::Bf16Products`, against f64 of its own
-//! operands. Errors are the largest of an operand's gradient, relative to the largest element of it. On a CPU without
-//! AMX, products are not rounded, and the errors are those of f32.
+//! operands. Errors are the largest of an operand's gradient, relative to the largest element of it. On a CPU with
+//! neither AMX nor AVX512-BF16, products are not rounded, and the errors are those of f32; *bf16 products* are also not
+//! rounded where AVX512-BF16 is no faster than f32.
 
 use std::process::ExitCode;
 

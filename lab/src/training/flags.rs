@@ -31,7 +31,7 @@ pub struct TrainingFlags {
     /// Write the learning curves to this SVG file
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
-    /// Append a JSON line per head and epoch to this file
+    /// Append a JSON line per head and evaluation to this file
     #[arg(long, value_name = "FILE")]
     pub results: Option<PathBuf>,
     /// Only compare N trials of each head: the defaults, and N - 1 with other learning rates, dropouts and activations

@@ -8,7 +8,7 @@
 //! softmaxes have no bottleneck either; their larger projection (K d (hidden + 1) parameters, several times the
 //! decoder's) is compensated by fewer LSTM units, as in the paper's table. With the softmax's LSTM, their contexts
 //! would be far narrower than the alphabet. Without data it trains on 150,000 characters of a small grammar
-//! (`built_in`), for a minute or two on 2 cores.
+//! (`built_in`).
 //!
 //!     cargo run --release -p lab --bin characters -- --data FILE --generate 500 --temperature 0.8
 //!

@@ -29,7 +29,14 @@ mod vocabularies;
 use std::path::Path;
 use std::process::ExitCode;
 
+use clap::Parser;
+
+/// Draws the pictures in docs and rewrites the tables of the documents, from the measurements in benches/results
+#[derive(Parser)]
+struct Args {}
+
 fn main() -> ExitCode {
+    let Args {} = Args::parse();
     lab::exit_code(run(results::root()))
 }
 

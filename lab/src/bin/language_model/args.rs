@@ -53,8 +53,8 @@ pub(crate) struct Args {
     /// Keep the N words that occur most in training, `<unk>` and `<eos>` among them; all others become `<unk>`
     #[arg(long, value_name = "N", value_parser = positive, requires = "data")]
     pub(crate) words: Option<usize>,
-    /// The sizes and the recipe of a paper, AWD-LSTM included, or `small`: its regularisers on 5 million parameters.
-    /// Other flags change them
+    /// The sizes and the recipe of a paper, AWD-LSTM included, or `small`: its regularisers on 5 million parameters,
+    /// or `limits-small`. Other flags change them
     #[arg(long, value_enum, requires = "vocabulary")]
     pub(crate) preset: Option<Preset>,
     /// Average the parameters of this checkpoint from the first step on, until the validation loss no longer improves

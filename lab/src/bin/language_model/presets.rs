@@ -1,4 +1,4 @@
-//! The recipes of the papers, and one for a small machine.
+//! The recipes of the papers, and two for a small machine.
 
 use crate::output::OutputFlags;
 use crate::{cache::CacheSettings, dynamic::DynamicSettings};

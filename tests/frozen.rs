@@ -48,7 +48,8 @@ impl Projection for Own {
     fn forward(&self, hidden: &Tensor, _: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
         let leading = &hidden.dims()[..hidden.rank() - 1];
         let contexts = self.layer.forward(hidden)?.reshape([leading, &[3, 4]].concat())?;
-        let priors = Tensor::full(-3f64.ln(), [leading, &[3]].concat(), hidden.device())?.to_dtype(hidden.dtype())?;
+        let priors =
+            Tensor::ones([leading, &[3]].concat(), hidden.dtype(), hidden.device())?.affine(0.0, -3f64.ln())?;
         Ok((contexts, Some(priors)))
     }
 

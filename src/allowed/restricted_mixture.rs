@@ -115,7 +115,7 @@ impl RestrictedMixture {
         let device = self.mixture.operands().contexts.device();
         let mixture = self.gathered(ids)?;
         let targets = places(ids, target_ids).collect::<Vec<i64>>();
-        let targets = Tensor::from_vec(targets, self.mixture.leading(), device)?;
+        let targets = transfer::to_device(targets, self.mixture.leading(), device)?;
         let gather = |weights: &Tensor| weights.index_select(&Tensor::new(ids, device)?, 0);
         let class_weights = options.class_weights.as_ref().map(gather).transpose()?;
         let ignore_index = options.positions.ignore_index.map(|_| IGNORED);

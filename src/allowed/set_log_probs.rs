@@ -80,7 +80,7 @@ impl SetLogProbs {
     fn from_candidates(mixture: &Mixture, lists: IdLists, workspace_bytes: Option<usize>) -> Result<Self> {
         let (positions, n) = (lists.len(), lists.longest());
         let device = mixture.operands().contexts.device();
-        let candidates = Tensor::from_vec(lists.padded(), [mixture.leading(), &[n]].concat(), device)?;
+        let candidates = transfer::to_device(lists.padded(), [mixture.leading(), &[n]].concat(), device)?;
         let scores = mixture.score(&candidates, &ScoreOptions { workspace_bytes, ..ScoreOptions::new() })?;
         let log_probs = masked_log_softmax(&scores.log_prob.reshape((positions, n))?, lists.mask())?;
         Ok(SetLogProbs { log_probs, column_ids: ColumnIds::Each(Arc::new(lists)) })

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
@@ -37,7 +37,7 @@ impl CountedPositions {
         }
         let n = positions.len();
         let indices = (n < all).then(|| transfer::to_device(positions.clone(), n, device)).transpose()?;
-        let scales = Tensor::from_vec(scales, n, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+        let scales = transfer::vector(scales, dtype, device)?;
         Ok(CountedPositions { positions, indices, targets: None, scales, count: n as f64, denominator: 1.0 })
     }
 

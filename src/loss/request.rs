@@ -76,8 +76,8 @@ impl<'a> Request<'a> {
     pub(crate) fn loss_from_nll(&self, nll: &Tensor) -> Result<Loss> {
         let options = self.options;
         let zeros = nll.zeros_like()?.detach();
-        if nll.elem_count() == 0 && nll.device().is_cuda() {
-            // candle cannot launch its kernels for empty tensors.
+        if nll.elem_count() == 0 && !nll.device().is_cpu() {
+            // candle cannot launch kernels for empty tensors on CUDA, nor allocate some of them on Metal.
             let zero = Tensor::zeros((), nll.dtype(), nll.device())?;
             let value = match options.positions.reduction {
                 Reduction::None if options.train => nll.clone(),

@@ -8,14 +8,12 @@
 //! Each position's target is an entry of its own, and is left out of the negatives if it is one of them
 //! ([`TargetLoss::own_shifts`]). The shifts of the negatives are a part of their bias.
 
-use candle_core::Tensor;
-
 use super::sample::Sample;
 use crate::backend::objective::TargetLoss;
 use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
 use crate::error::Result;
 use crate::loss::{Negatives, Request};
-use crate::tensors::transfer::vector;
+use crate::tensors::transfer::{to_device, vector};
 
 /// The target of an ignored position.
 const IGNORED: i64 = -1;
@@ -45,7 +43,7 @@ pub(super) fn operands_and_loss(
     let rows: Vec<i64> = target_rows.iter().zip(targets).map(row).collect();
     let own_shifts = target_rows.iter().map(|&row| -log_repeats(row as usize)).collect();
     let loss = TargetLoss {
-        targets: Tensor::from_vec(rows, target_rows.len(), operands.device())?,
+        targets: to_device(rows, target_rows.len(), operands.device())?,
         ignore_index: Some(IGNORED),
         // These contain the class weights, because the targets are not token ids here.
         position_weights: if request.positions.is_weighted() {

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use super::transfer::to_device;
 use crate::error::Result;
 
 /// Whether the dropout of a head is applied, and where its masks come from.
@@ -50,7 +51,7 @@ impl DropoutMasks {
                 let mut rng = StdRng::seed_from_u64(seed);
                 let count: usize = dims.iter().product();
                 let values: Vec<f32> = (0..count).map(|_| rng.random()).collect();
-                Tensor::from_vec(values, dims, contexts.device())?
+                to_device(values, dims, contexts.device())?
             }
             DropoutMasks::Random => Tensor::rand(0f32, 1f32, dims, contexts.device())?,
         };

@@ -17,7 +17,7 @@ use crate::heads::{MixtureLayer, RequestLayer};
 use crate::loss::{Loss, LossOptions, Reduction, Request};
 use crate::tensors::autograd::variable_ids;
 use crate::tensors::checks::{check_hidden, leading};
-use crate::tensors::transfer::{spread, to_device};
+use crate::tensors::transfer::{spread, to_device, to_device_as};
 
 /// The index of the targets that the root ignores.
 const IGNORED: i64 = -1;
@@ -64,8 +64,8 @@ impl PositionFactors {
     /// Returns the factors of these positions as a tensor, or `None` if there are none.
     fn select(&self, positions: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Option<Tensor>> {
         let Some(factors) = &self.factors else { return Ok(None) };
-        let values = to_device(positions.map(|position| factors[position]).collect(), shape, &Device::Cpu)?;
-        Ok(Some(values.to_dtype(self.dtype)?.to_device(&self.device)?))
+        let values = positions.map(|position| factors[position]).collect();
+        Ok(Some(to_device_as(values, shape, self.dtype, &self.device)?))
     }
 }
 

@@ -111,6 +111,7 @@ pub(super) fn product_bytes(sizes: Sizes, dtype: DType) -> ProductBytes {
 pub(in crate::backend) fn multiply<G: F32Products>(gpu: &G, product: &DeviceProduct) -> Result<()> {
     let DeviceProduct { m, n, k, lhs, rhs, .. } = *product;
     debug_assert!(product.alpha.is_none(), "the kernel has already scaled the gradient");
+    debug_assert_eq!(product.out_dtype, DType::F32, "products are not rounded");
     if m == 0 || n == 0 {
         return Ok(());
     }

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The small runs of lab/README.md: every head with its own best of two to four trials, then two seeds of the best; what
-# came after the mixture of softmaxes, and the bottleneck of each; all heads for equal time; translation over words, byte
-# pairs and codes; captions of drawn images; words spelled letter by letter. Two runs at a time, each with one thread. Appends a JSON line for each run to benches/results/runs.jsonl;
-# `cargo run --release -p lab --bin figures` makes the tables and the picture of them.
+# came after the mixture of softmaxes, and the bottleneck of each; all heads for equal time; translation over words,
+# byte pairs and codes; captions of drawn images; words spelled letter by letter. Two runs at a time, each with one
+# thread. Appends a JSON line for each run to benches/results/runs.jsonl; `cargo run --release -p lab --bin figures`
+# makes the tables and the picture of them.
 #
 #   lab/run_all.sh [--ptb DIR] [--multi30k DIR] [--switchboard FILE.jsonl] [--results FILE] [--minutes N] [NAME..]
 #

@@ -20,9 +20,8 @@ pub(crate) struct Args {
     /// L is the cross-entropy of the targets, which must be known, and the norms are those of Frobenius. A softmax has
     /// G = P - Y. The logits of component k of a mixture of softmaxes have G_k = r_k (s_k - y), with the responsibility
     /// r_k = pi_k s_kt / P(t) of the component for the target t; the sums of squares are over all positions and
-    /// components. A function f of the logits adds the
-    /// factor f'(z). Columns of W that depend on others add nothing: singular values below the roundoff of --dtype do
-    /// not count. Nothing else is measured.
+    /// components. A function f of the logits adds the factor f'(z). Columns of W that depend on others add nothing:
+    /// singular values below the roundoff of --dtype do not count. Nothing else is measured.
     #[arg(long, conflicts_with_all = ["compare", "log_probs", "plot"])]
     pub(crate) gradient: bool,
     /// Folder of the checkpoints' corpus [default: the one that they were trained on]

@@ -2,9 +2,8 @@
 //!
 //!     cargo run --release -p lab --bin language_model
 //!
-//! Without data, the text is 256,000 tokens of a built-in language of 512 words, whose entropy is known. The
-//! softmax gets within 0.65 nats of it, the mixture of contexts 0.58, the mixture of softmaxes
-//! 0.40.
+//! Without data, the text is 256,000 tokens of a built-in language of 512 words, whose entropy is known. The softmax
+//! gets within 0.65 nats of it, the mixture of contexts 0.58, the mixture of softmaxes 0.40.
 //!
 //!     cargo run --release -p lab --bin language_model -- --data DIR
 //!

@@ -3,7 +3,7 @@
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=src/backend/cuda/mixture.cu");
+    println!("cargo::rerun-if-changed=src/backend/cuda");
     println!("cargo::rerun-if-changed=src/backend/gpu/kernels");
     println!("cargo::rerun-if-env-changed=NVCC");
     println!("cargo::rerun-if-env-changed=CUDA_HOME");

@@ -38,6 +38,7 @@ for line in sys.stdin:
 device_tests() {
     grep -lE 'on_each_device|new_cuda|devices\(' tests/*.rs | xargs -n 1 basename -s .rs
     echo cuda_on_linux
+    echo scale
 }
 
 pack() {

@@ -36,8 +36,10 @@ on_each_device! {
             for (seed, sizes) in (30..).zip(sizes) {
                 for positions in [1, 2, 5] {
                     for head in ENTRIES {
-                        // A vocabulary of one id has gradients of exactly zero.
-                        let check = Check { least_scale: 1e-2, ..Check::new(dtype) };
+                        // A vocabulary of one id has gradients of exactly zero, which are differences of probabilities
+                        // that a GPU computes by functions with errors of two units in the last place.
+                        let least_scale = if device.is_cpu() { 1e-2 } else { 3e-2 };
+                        let check = Check { least_scale, ..Check::new(dtype) };
                         check.run(&Case::random(head, sizes, &[positions], seed), &Objective::default(), device)?;
                     }
                 }

@@ -10,6 +10,7 @@ pub(in crate::backend) const KIND: GpuKind = GpuKind {
     needs_f32_gradient: false,
     rounds_products: true,
     half_row_align: 8,
+    most_one_pass_width: 512,
     reads_transposed: true,
     product_bytes: |_, _| ProductBytes { per_row: 0, fixed: 0 },
     allocation_factor: 1,

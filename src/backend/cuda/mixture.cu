@@ -47,6 +47,20 @@ template <typename T> FUNCTION void store4(T *to, const float *x) {
     for (int i = 0; i < 4; ++i) store(four.elements + i, x[i]);
     *reinterpret_cast<Four<T> *>(to) = four;
 }
+// Two elements, and a copy of 16 bytes.
+FUNCTION void store2(Brain *to, const float *x) {
+    struct alignas(4) Two {
+        Brain elements[2];
+    } two;
+    for (int i = 0; i < 2; ++i) store(two.elements + i, x[i]);
+    *reinterpret_cast<Two *>(to) = two;
+}
+FUNCTION void copy8(Brain *to, const Brain *from) {
+    struct alignas(16) Eight {
+        Brain elements[8];
+    };
+    *reinterpret_cast<Eight *>(to) = *reinterpret_cast<const Eight *>(from);
+}
 
 #include "../gpu/kernels/arguments.h"
 #include "../gpu/kernels/reductions.h"
@@ -59,6 +73,8 @@ template <typename T> FUNCTION void store4(T *to, const float *x) {
 #include "../gpu/kernels/activation.h"
 #include "../gpu/kernels/columns.h"
 #include "../gpu/kernels/relative.h"
+#include "tensor_cores.h"
+#include "exponentials.h"
 
 } // namespace functions
 
@@ -115,6 +131,20 @@ KERNEL weigh_losses(const float *weights, const float *losses, const float *coun
 KERNEL position_gradient_scales(const float *weights, const float *upstream, const float *common_scale,
                                 const float *largest_weight, float *scales, int positions) {
     functions::position_gradient_scales(weights, upstream, common_scale, largest_weight, scales, positions, INDICES);
+}
+KERNEL row_references(Logits logits, Rows rows, i64 stride, int ids, int count) {
+    functions::row_references(logits, rows, stride, ids, count, INDICES);
+}
+KERNEL __launch_bounds__(BLOCK, 2) product_exponentials(Logits logits, Objective objective, Rows rows,
+                                                        const Brain *contexts, const Brain *decoder, float *powers,
+                                                        Brain *exponentials, int count, int depth) {
+    __shared__ Tile tile;
+    functions::product_exponentials(logits, objective, rows, contexts, decoder, powers, exponentials, count, depth,
+                                    INDICES, tile);
+}
+KERNEL join_powers(Logits logits, Objective objective, Rows rows, const Brain *contexts, const Brain *decoder,
+                    const float *powers, Brain *exponentials, int count, int depth) {
+    functions::join_powers(logits, objective, rows, contexts, decoder, powers, exponentials, count, depth, INDICES);
 }
 
 #define FOR_TYPE(name, T)                                                                                              \

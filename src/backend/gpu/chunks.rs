@@ -11,7 +11,7 @@ use super::device::{Buffer, DeviceProduct, Gpu};
 use super::kernels::{KernelArguments, MixtureLogProbsArguments, RowLogSumExpArguments, TopKArguments};
 use crate::backend::logit_function::LogitFunction;
 use crate::backend::operands::Sizes;
-use crate::backend::plan::Planned;
+use crate::backend::plan::{Computation, Planned};
 use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::{join, SharedRow};
 use crate::error::Result;
@@ -59,8 +59,10 @@ pub(super) struct Chunks<'a, G> {
     /// The number of elements from one row of logits to the next.
     pub(super) stride: usize,
     pub(super) rows_per_chunk: usize,
-    /// `[rows of a chunk, stride]`, f32
+    /// `[rows of a chunk, logit_columns]`, f32
     pub(super) logits: Buffer,
+    /// The ids whose logits are in memory: all, unless the first product writes exponentials in place of logits.
+    pub(super) logit_columns: usize,
     /// `[ROW_VALUES, rows of a chunk]`: see `struct Rows` of `kernels/arguments.h`.
     row_values: Buffer,
 }
@@ -92,8 +94,11 @@ pub(super) struct LogProbRows<'b> {
     pub(super) stride: usize,
 }
 
+/// The ids whose logits are computed first where the first product writes exponentials, to choose what those of a row
+/// are relative to.
+pub(super) const FIRST_IDS: usize = 64;
 /// The number of values that the kernels keep of each row.
-const ROW_VALUES: usize = 8;
+const ROW_VALUES: usize = 9;
 /// Rows of logits are padded to a multiple of this many elements, so that each is aligned to 16 bytes in every dtype.
 pub(super) const ROW_ALIGN: usize = 8;
 
@@ -102,6 +107,10 @@ impl<'a, G: Gpu> Chunks<'a, G> {
     pub(super) fn new(gpu: &'a G, planned: &'a Planned) -> Result<Self> {
         let Planned { operands, plan, .. } = planned;
         let stride = operands.sizes.vocab.next_multiple_of(ROW_ALIGN);
+        let logit_columns = match plan.computation {
+            Computation::OnePass => stride.min(FIRST_IDS),
+            Computation::TwoPasses => stride,
+        };
         let rows = plan.rows_per_chunk.max(1);
         let device = operands.contexts.device();
         Ok(Chunks {
@@ -110,7 +119,8 @@ impl<'a, G: Gpu> Chunks<'a, G> {
             inputs: DeviceOperands::new(gpu, planned)?,
             stride,
             rows_per_chunk: rows,
-            logits: Buffer::unwritten(gpu, rows * stride, DType::F32, device)?,
+            logits: Buffer::unwritten(gpu, rows * logit_columns, DType::F32, device)?,
+            logit_columns,
             // The last chunk may have fewer rows than ranks read.
             row_values: Buffer::zeros(gpu, ROW_VALUES * rows, DType::F32, device)?,
         })
@@ -166,13 +176,13 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         for (i, columns) in self.inputs.columns.iter().enumerate() {
             self.gpu.multiply(&DeviceProduct {
                 m: rows.len(),
-                n: columns.decoder_rows,
+                n: columns.decoder_rows.min(self.logit_columns),
                 k: columns.stride,
                 lhs: columns.contexts.matrix(rows.start, columns.stride),
                 rhs: columns.decoder(true),
                 out: self.logits.at(0),
                 out_dtype: DType::F32,
-                out_stride: self.stride,
+                out_stride: self.logit_columns,
                 alpha: None,
                 accumulates: i > 0,
             })?;

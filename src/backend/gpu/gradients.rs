@@ -6,7 +6,9 @@ use candle_core::{DType, Tensor};
 use super::chunks::Chunks;
 use super::columns::DeviceColumns;
 use super::device::{Buffer, DeviceMatrix, Gpu};
+use super::exponentials::ProductExponentials;
 use crate::backend::operands::Sizes;
+use crate::backend::plan::Computation;
 use crate::error::Result;
 
 /// The gradients that are needed.
@@ -43,7 +45,11 @@ pub(super) enum LogitGradient {
     Separate(Buffer),
     /// `[rows of a chunk, stride]`: exponentials of the logits, each row of which becomes its gradient by a factor
     /// (`kernels/relative.h`).
-    Relative(Buffer),
+    Relative {
+        exponentials: Buffer,
+        /// The first product, if it writes them.
+        product: Option<ProductExponentials>,
+    },
 }
 
 /// The gradient of the bias: the sum of the rows of the logits' gradient, computed as a product.
@@ -77,6 +83,7 @@ impl DeviceGradients {
         so_far: Option<Tensor>,
     ) -> Result<Self> {
         let Chunks { gpu, planned, inputs, stride, rows_per_chunk: rows, .. } = chunks;
+        debug_assert!(is_relative || planned.plan.computation == Computation::TwoPasses, "the plan of another task");
         let needs_grad = planned.needs_grad;
         let Sizes { positions, components, vocab, .. } = inputs.sizes;
         let device = chunks.logits.tensor.device();
@@ -118,7 +125,13 @@ impl DeviceGradients {
             sums,
             logits: match dtype {
                 DType::F32 => LogitGradient::InPlace,
-                _ if is_relative => LogitGradient::Relative(unwritten(rows * stride, dtype)?),
+                _ if is_relative => LogitGradient::Relative {
+                    exponentials: unwritten(rows * stride, dtype)?,
+                    product: match planned.plan.computation {
+                        Computation::OnePass => Some(ProductExponentials::new(chunks)?),
+                        Computation::TwoPasses => None,
+                    },
+                },
                 _ => LogitGradient::Separate(unwritten(rows * stride, dtype)?),
             },
             columns: inputs.columns.iter().zip(decoders).map(column_gradient).collect::<Result<_>>()?,
@@ -142,7 +155,7 @@ impl DeviceGradients {
     pub(super) fn logit_matrix<G>(&self, chunks: &Chunks<'_, G>) -> DeviceMatrix {
         let buffer = match &self.logits {
             LogitGradient::InPlace => &chunks.logits,
-            LogitGradient::Separate(gradient) | LogitGradient::Relative(gradient) => gradient,
+            LogitGradient::Separate(gradient) | LogitGradient::Relative { exponentials: gradient, .. } => gradient,
         };
         buffer.matrix(0, chunks.stride)
     }

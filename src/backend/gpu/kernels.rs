@@ -281,6 +281,35 @@ kernels! {
         factors: Write,
         count: i64,
     }
+    row_references(RowReferencesArguments) {
+        logits: LogitsArgument,
+        rows: RowsArgument,
+        stride: i64,
+        ids: i32,
+        count: i32,
+    }
+    product_exponentials(ProductExponentialsArguments) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        contexts: Read,
+        decoder: Read,
+        powers: Write,
+        exponentials: Write,
+        count: i32,
+        depth: i32,
+    }
+    join_powers(JoinPowersArguments) {
+        logits: LogitsArgument,
+        objective: ObjectiveArgument,
+        rows: RowsArgument,
+        contexts: Read,
+        decoder: Read,
+        powers: Read,
+        exponentials: Write,
+        count: i32,
+        depth: i32,
+    }
     scale_rows(ScaleRowsArguments) {
         from: Read,
         factors: Read,

@@ -275,7 +275,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         };
         arguments.launch(self.chunks.gpu, rows.len().div_ceil(BLOCK))?;
         let DeviceMatrix { address, dtype, .. } = gradients.logit_matrix(&self.chunks);
-        if let LogitGradient::Relative(_) = &gradients.logits {
+        if let LogitGradient::Relative { .. } = &gradients.logits {
             let factors = match &gradients.bias {
                 Some(BiasGradient::Product { vector, .. }) => vector.at(0),
                 Some(BiasGradient::Column) | None => 0,
@@ -343,7 +343,10 @@ impl<G: Gpu> Steps for LossChunks<'_, G> {
     fn first_product(&mut self, positions: Range<usize>) -> Result<()> {
         let arguments @ ChunkArguments { logits, objective, rows } = self.arguments(&positions);
         match self.gradients.as_ref().map(|gradients| &gradients.logits) {
-            Some(LogitGradient::Relative(exponentials)) => {
+            Some(LogitGradient::Relative { exponentials, product: Some(product) }) => {
+                product.compute(&self.chunks, &positions, arguments, exponentials)?;
+            }
+            Some(LogitGradient::Relative { exponentials, product: None }) => {
                 self.chunks.first_product(&positions)?;
                 let exponentials_at = Write(exponentials.at(0));
                 let arguments = RowExponentialsArguments { logits, objective, rows, exponentials: exponentials_at };

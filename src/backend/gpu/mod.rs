@@ -1,6 +1,6 @@
 //! The common part of the GPU backends. Mixtures are computed chunk by chunk, with matrix products from the device's
-//! library and row kernels from one source (the headers in `kernels/`). A loss over the whole vocabulary waits for the
-//! device only if ranks share the vocabulary, to read what they exchange.
+//! library and row kernels from one source (the headers in `kernels/`); CUDA has a first product of its own too. A loss
+//! over the whole vocabulary waits for the device only if ranks share the vocabulary, to read what they exchange.
 //!
 //! Only a [`Gpu`] knows a device's libraries, so the tests can run the same kernels and launches on a machine without a
 //! GPU (module `testing`).
@@ -12,6 +12,7 @@ mod columns;
 mod decoding;
 pub(super) mod device;
 mod device_scores;
+mod exponentials;
 mod gradients;
 pub(super) mod kernels;
 mod log_probs;

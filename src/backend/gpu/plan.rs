@@ -1,12 +1,13 @@
 //! The plan of a task on a GPU: the workspace of its chunks.
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
-use super::chunks::ROW_ALIGN;
+use super::chunks::{FIRST_IDS, ROW_ALIGN};
 use super::columns::{product_dtype, LEAST_PADDED_ROWS};
 use super::device::{Gpu, GpuKind, MEMORY_SHARE};
 use super::device_scores::values_per_position;
-use crate::backend::objective::Task;
+use super::exponentials::tiles_per_row;
+use crate::backend::objective::{TargetKind, Task};
 use crate::backend::operands::{Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Needs, Plan, Planned};
 use crate::error::{Error, Result};
@@ -38,8 +39,13 @@ pub(in crate::backend) fn plan<G: Gpu>(
         DType::F32 => 0,
         half => (context_dim + 2 * kind.half_row_align) * (half.size_in_bytes() + f32_size),
     };
-    // The logits, their gradient in the dtype of the products, and at most nine f32 values.
-    let row = stride * f32_size + gradient + relative + products.per_row + 9 * f32_size;
+    let computation = computation(kind, &operands, &task)?;
+    let logits = match computation {
+        Computation::OnePass => stride.min(FIRST_IDS) + 2 * tiles_per_row(vocab),
+        Computation::TwoPasses => stride,
+    };
+    // The logits, their gradient in the dtype of the products, and at most ten f32 values.
+    let row = logits * f32_size + gradient + relative + products.per_row + 10 * f32_size;
     let (needs_log_probs, scores) = match task {
         Task::Scores { scores, .. } => {
             (scores.need_all_ids, values_per_position(scores.candidates, components) * f32_size)
@@ -50,7 +56,11 @@ pub(in crate::backend) fn plan<G: Gpu>(
     let log_probs = if needs_log_probs { stride * f32_size } else { 0 };
     let per_position = kind.allocation_factor * (components * row + log_probs + scores);
     let fixed = kind.allocation_factor * (vocab * f32_size + products.fixed);
-    let rows = (kind.default_logit_bytes / (stride * f32_size)).max(kind.least_default_rows);
+    let logit_bytes = match computation {
+        Computation::OnePass => DType::BF16.size_in_bytes(),
+        Computation::TwoPasses => f32_size,
+    };
+    let rows = (kind.default_logit_bytes / (stride * logit_bytes)).max(kind.least_default_rows);
     let positions = rows.div_ceil(components);
     // A share of what is free would vary, and with it the chunks and the bits of a result.
     let most_bytes = gpu.memory_bytes().map_or(kind.most_default_bytes, |bytes| bytes / MEMORY_SHARE);
@@ -61,12 +71,36 @@ pub(in crate::backend) fn plan<G: Gpu>(
         default_budget: (fixed + positions * per_position).min(kind.allocation_factor * most_bytes),
         most_positions: usize::MAX,
         keeps_logits: true,
-        computation: Computation::TwoPasses,
+        computation,
         kernels: kind.kernels,
         threads: 1,
     };
     let plan = Plan::new(sizes.positions, components, needs, budget)?;
     Ok(Planned { operands, needs_grad: task.needs_grad(), plan })
+}
+
+/// Chooses the computation of a task: one pass, in which the first product writes exponentials and no logits, if the
+/// exponentials of the ids are all that a loss needs of them, and if the contexts are narrow.
+fn computation(kind: &GpuKind, operands: &Operands, task: &Task) -> Result<Computation> {
+    let Task::Loss { terms, targets: TargetKind::Ids, needs_grad } = task else { return Ok(Computation::TwoPasses) };
+    let is_aligned =
+        |tensor: &Tensor| tensor.is_contiguous() && tensor.layout().start_offset().is_multiple_of(ROW_ALIGN);
+    let sizes = operands.sizes;
+    // With as many rows, operands whose rows are not aligned are copied.
+    let rows = sizes.positions * sizes.components;
+    let has_one_pass = needs_grad.any()
+        && sizes.context_dim <= kind.most_one_pass_width
+        && operands.precision == Precision::Full
+        && operands.contexts.dtype() == DType::BF16
+        && operands.adapter.is_none()
+        && operands.logit_function.is_identity()
+        && terms.z_loss == 0.0
+        && !task.has_soft_targets()
+        && !terms.needs_correct
+        && is_aligned(&operands.contexts)
+        && is_aligned(operands.weight.tensor()?)
+        && (rows >= LEAST_PADDED_ROWS || sizes.context_dim.is_multiple_of(ROW_ALIGN));
+    Ok(if has_one_pass { Computation::OnePass } else { Computation::TwoPasses })
 }
 
 /// Returns the precision of the products of a task: bf16 if it is allowed, changes something, and the products are worth

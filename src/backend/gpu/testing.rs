@@ -49,7 +49,14 @@ impl Language {
 
     /// The names and texts of the source and of the headers.
     fn files(self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        std::iter::once(self.source()).chain(HEADERS)
+        let own: &[_] = match self {
+            Language::Cuda => &[
+                ("tensor_cores.h", include_str!("../cuda/tensor_cores.h")),
+                ("exponentials.h", include_str!("../cuda/exponentials.h")),
+            ],
+            Language::Metal => &[],
+        };
+        std::iter::once(self.source()).chain(HEADERS).chain(own.iter().copied())
     }
 
     /// The properties of the GPUs that have this language.

@@ -21,6 +21,7 @@ pub(in crate::backend) const KIND: GpuKind = GpuKind {
     needs_f32_gradient: true,
     rounds_products: false,
     half_row_align: 1,
+    most_one_pass_width: 0,
     reads_transposed: false,
     product_bytes: f32_products::product_bytes,
     allocation_factor: 2,

@@ -59,6 +59,13 @@ template <typename T> static inline T __shfl_xor_sync(unsigned mask, T value, in
     return value;
 }
 
+// The values of all lanes of a warp.
+static inline void emulated_gather(uint32_t value, uint32_t *all) {
+    const unsigned mine = emulated_index(0) % 32;
+    all[mine] = value;
+    for (unsigned lane = 1; lane < 32; ++lane) all[mine ^ lane] = emulated_shuffle_xor(value, lane);
+}
+
 // The threads of a block take turns only at barriers and shuffles, so a plain update is atomic.
 #define ATOMIC(name, combined)                                                   \
     template <typename T, typename From> static inline T name(T *at, From from) { \

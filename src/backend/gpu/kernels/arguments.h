@@ -112,7 +112,7 @@ struct Objective {
 struct Rows {
     GLOBAL const float *log_priors; // [positions, K], or null for one component
     GLOBAL const float *own_logits; // [positions, K]: the logits of own targets, or null
-    GLOBAL float *values;           // [8, count]: the values below
+    GLOBAL float *values;           // [9, count]: the values below
     i64 count;
 
     // The largest logit; zero if all are minus infinity.
@@ -130,6 +130,8 @@ struct Rows {
     FUNCTION GLOBAL float &absolute_mass(i64 row) const { return values[6 * count + row]; }
     // What the exponentials of the row are multiplied by to be its gradient (relative.h).
     FUNCTION GLOBAL float &factor(i64 row) const { return values[7 * count + row]; }
+    // What the exponentials of the row are relative to (relative.h).
+    FUNCTION GLOBAL float &reference(i64 row) const { return values[8 * count + row]; }
 
     // log pi_k + log p_k(v), from the logit of v.
     FUNCTION float joint(i64 row, float logit) const {

@@ -2,12 +2,15 @@
 // softmax and the target, times a factor of the row. The first pass over the logits writes their exponentials relative to a
 // reference, the products take these for the gradient, and the factors multiply the contexts and the results instead.
 
-// The exponentials of a row are those of its logits, unless the largest is farther from zero than this: they and their sum
-// would leave the range of f32. Then they are relative to the largest logit.
+// The exponentials of a row are relative to zero, or to one of its logits, but never to a number that is farther from the
+// largest logit than this: they and their sum would leave the range of f32.
 #define LARGEST_LOGIT 60.f
 
-// What is subtracted from the logits of a row, whose largest is `largest`, before their exponentials.
-FUNCTION float exponential_reference(float largest) { return absolute(largest) <= LARGEST_LOGIT ? 0.f : largest; }
+// What is subtracted from the logits of a row, whose largest is `largest`, before their exponentials: `reference`, if it is
+// near enough.
+FUNCTION float exponential_reference(float largest, float reference) {
+    return absolute(largest - reference) <= LARGEST_LOGIT ? reference : largest;
+}
 
 // One block per row: computes what `row_log_sum_exp` does, and the exponentials of the logits.
 template <typename T>
@@ -35,13 +38,14 @@ FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GL
             }
         }
         extent = block_reduce(extent, tid, warp_extents);
-        const float needed = exponential_reference(finite_or_zero(extent.largest));
+        const float needed = exponential_reference(finite_or_zero(extent.largest), reference);
         if (reference == needed) break;
         reference = needed;
     }
     if (tid == 0) {
         const int id = objective.id(r / logits.components);
         const float largest = finite_or_zero(extent.largest);
+        rows.reference(r) = reference;
         rows.largest(r) = largest;
         rows.log_sum(r) = logarithm(extent.sum * exponential(reference - largest));
         rows.target_logit(r) = id < 0 ? 0.f : logits.at(row, id);
@@ -61,7 +65,7 @@ FUNCTION void row_factors(Logits logits, Objective objective, Rows rows, GLOBAL 
     const bool has_gradient = rows.hard_mass(r) != minus_infinity();
     const float largest = rows.largest(r), log_sum = rows.log_sum(r);
     // The exponential of the largest logit, as the others are.
-    const float shift = exponential(largest - exponential_reference(largest));
+    const float shift = exponential(largest - rows.reference(r));
     const float unit = objective.unit();
     const float factor = has_gradient ? unit * rows.softmax_scale(r) * exponential(-log_sum) / shift : 0.f;
     if (lane == 0) {

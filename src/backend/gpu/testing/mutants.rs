@@ -79,7 +79,7 @@ const SHARED_MUTATIONS: [(&str, &str); 57] = [
 ];
 
 /// Plausible mistakes in kernels that only CUDA launches.
-const CUDA_MUTATIONS: [(&str, &str); 9] = [
+const CUDA_MUTATIONS: [(&str, &str); 18] = [
     ("is_copied && i == width && has_ones ? 1.f : 0.f", "0.f"),
     ("copy_row(from + row * stride, to + row * width", "copy_row(from + row * width, to + row * width"),
     ("x[i] = weighted(by, x[i]);", ""),
@@ -89,6 +89,21 @@ const CUDA_MUTATIONS: [(&str, &str); 9] = [
     ("rows.softmax_scale(r) * exponential(-log_sum) /", "exponential(-log_sum) /"),
     ("extent.sum * exponential(reference - largest)", "extent.sum"),
     ("#define LARGEST_LOGIT 60.f", "#define LARGEST_LOGIT 1000.f"),
+    ("step * DEPTH + half * 16 >= depth", "step * DEPTH + half * 16 + 16 >= depth"),
+    ("objective.id(own_row / logits.components) - first_id", "objective.id(own_row / logits.components)"),
+    ("reference + exponent * LOG_2", "reference + exponent"),
+    ("logits.bias ? logits.bias[own_id] * scale : 0.f", "0.f"),
+    ("scale = logits.scale * LOG2_E", "scale = LOG2_E"),
+    ("for (int w = 1; w < 4; ++w) sum.add(tile.results.powers[w][tid]);", ""),
+    (
+        "for (int neighbour = 1; neighbour < 4; neighbour *= 2)",
+        "for (int neighbour = 1; neighbour < 2; neighbour *= 2)",
+    ),
+    (
+        "for (int i = lane; i < end; i += 32) {\n        const float *from",
+        "if (int i = 0; i < end) {\n        const float *from",
+    ),
+    ("reference = largest;\n", ""),
 ];
 
 /// Plausible mistakes in the Metal source.
@@ -123,12 +138,21 @@ fn wrong_kernels_are_caught() {
         // Targets alone, and targets that are entries of their own.
         cases.push(Case { options: LossOptions::new(), chunk: 4, ..case(5, 3, 6, 300) });
         // So many rows that they are padded.
-        cases.extend([5, 12].map(|context_dim| Case {
+        cases.extend([(5, false), (12, true)].map(|(context_dim, transposed)| Case {
             dtype: DType::BF16,
             options: LossOptions::new(),
+            transposed,
             chunk: 90,
             ..case(90, 3, context_dim, 12)
         }));
+        // So many ids and rows that the first product has several tiles.
+        cases.push(Case {
+            dtype: DType::BF16,
+            options: LossOptions::new(),
+            logit_scale: 0.7,
+            chunk: 50,
+            ..case(50, 3, 40, 150)
+        });
         cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
         let softcap = Case { function: Softcap(2.0), chunk: 4, ..case(5, 3, 6, 300) };
         let sigsoftmax = || Case { function: Sigsoftmax, chunk: 4, ..case(5, 3, 6, 300) };
@@ -188,8 +212,11 @@ fn wrong_kernels_are_caught() {
             };
             // Only CUDA launches these kernels.
             let late_logits_are_wrong = || {
-                let is_wrong = |&logits| exceeds(error_of_a_late_logit(gpu, logits, 2048), 1e-2);
-                language == Language::Cuda && [(0.0, 120.0), (f32::NEG_INFINITY, -150.0)].iter().any(is_wrong)
+                let is_wrong = |(width, late)| {
+                    let is_wrong = |&logits| exceeds(error_of_a_late_logit(gpu, width, logits, late), 1e-2);
+                    [(0.0, 120.0), (f32::NEG_INFINITY, -150.0)].iter().any(is_wrong)
+                };
+                language == Language::Cuda && [(4, 2048), (8, 500)].into_iter().any(is_wrong)
             };
             score_cases.iter().any(scores_are_wrong)
                 || activation_is_wrong()

@@ -34,7 +34,7 @@ fn field_type(declaration: &str) -> &'static str {
 
 /// The parameters of a kernel in the source of a language.
 fn parameters(language: Language, name: &str) -> Parameters {
-    let source = language.source().1.replace('\\', "");
+    let source = language.source().1.replace('\\', "").replace("__launch_bounds__(BLOCK, 2) ", "");
     let start = [format!("KERNEL {name}("), format!("KERNEL {name}_f32("), format!("KERNEL {name}_##name(")]
         .iter()
         .find_map(|head| source.find(head).map(|at| at + head.len()))

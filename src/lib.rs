@@ -97,7 +97,7 @@
 //! | `distributed` | heads whose vocabulary is cut among ranks, with their checkpoints, and ranks with texts of their own, in [`distributed`] |
 //! | `mpi` | `distributed`, and its engine over MPI |
 //! | `nccl` | `distributed`, and its engine over NCCL, for ranks with an NVIDIA GPU each; run on an emulated driver, not yet on a GPU |
-//! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); all tests of an earlier commit passed on an H200, later changes have run on an emulated driver |
+//! | `cuda` | kernels for NVIDIA GPUs (f32, f16, bf16); all tests of earlier commits passed on an H200 and an H100, later changes have run on an emulated driver |
 //! | `metal` | kernels for Apple GPUs (f32, f16, bf16); run on an emulated device, not yet on a GPU |
 //!
 //! This crate enables the feature `x86-v4` of the `gemm` crate. Features are shared by the whole dependency graph:

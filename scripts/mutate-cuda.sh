@@ -41,7 +41,7 @@ mutant cuda/device.rs 'product.out as *mut _' 'product.lhs.address as *mut _'
 
 # The memory and the arguments of the chunks
 mutant gpu/chunks.rs 'Buffer::zeros(gpu, ROW_VALUES * rows' 'Buffer::zeros(gpu, (ROW_VALUES - 1) * rows'
-mutant gpu/chunks.rs 'Buffer::unwritten(gpu, rows * stride' 'Buffer::unwritten(gpu, rows * operands.sizes.vocab'
+mutant gpu/chunks.rs 'Buffer::unwritten(gpu, rows * logit_columns' 'Buffer::unwritten(gpu, rows * (logit_columns - 1)'
 mutant gpu/chunks.rs 'self.rows_per_chunk / self.inputs.sizes.components * self.stride' '(self.rows_per_chunk / self.inputs.sizes.components - 1) * self.stride'
 mutant gpu/chunks.rs 'count: self.rows_per_chunk as i64' 'count: self.rows_per_chunk as i64 + 1'
 mutant gpu/chunks.rs 'Write(ids.at(positions.start * k))' 'Write(ids.at(positions.start * k + 1))'
@@ -49,6 +49,17 @@ mutant gpu/chunks.rs 'Write(ids.at(positions.start * k))' 'Write(ids.at(position
 # Barriers
 mutant gpu/kernels/reductions.h $'synchronize();\n    x = warp_values[0];' 'x = warp_values[0];'
 mutant gpu/kernels/reductions.h $'synchronize();\n    return x;' 'return x;'
+
+# A first product that writes exponentials
+expect scripts/check-cuda-on-linux.sh --test scale several
+mutant gpu/exponentials.rs '2 * tiles_per_row' 'tiles_per_row'
+mutant gpu/exponentials.rs 'columns.contexts.at(chunk_rows.start * columns.stride)' 'columns.contexts.at(chunk_rows.start)'
+mutant gpu/exponentials.rs 'count.div_ceil(TILE) * tiles' '(count / TILE) * tiles'
+mutant gpu/exponentials.rs 'depth: columns.stride as i32' 'depth: columns.stride as i32 - 8'
+mutant cuda/exponentials.h $'wait_for_copies<STAGES - 2>();\n        synchronize();' 'wait_for_copies<STAGES - 2>();'
+mutant cuda/exponentials.h $'    wait_for_copies<0>();\n    synchronize();' '    wait_for_copies<0>();'
+mutant cuda/exponentials.h $'    synchronize();\n\n    // This thread has two' $'\n    // This thread has two'
+mutant cuda/exponentials.h $'    synchronize();\n    for (int i = tid; i < TILE' '    for (int i = tid; i < TILE'
 
 # A vocabulary that ranks share
 expect scripts/check-cuda-on-linux.sh --test vocab_parallel gpu

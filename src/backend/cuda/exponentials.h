@@ -206,13 +206,13 @@ FUNCTION void join_powers(Logits logits, Objective objective, Rows rows, const B
     const int lane = tid % 32;
     const bool has_row = r < count;
     const int end = has_row ? id_tiles(logits.vocab) : 0;
+    float reference = has_row ? rows.reference(r) : 0.f;
     Powers sum = {minus_infinity(), 0.f};
     for (int i = lane; i < end; i += 32) {
         const float *from = powers + 2 * (r * id_tiles(logits.vocab) + i);
         sum.add({from[0], from[1]});
     }
     sum = warp_reduce(sum);
-    float reference = has_row ? rows.reference(r) : 0.f;
     const float largest = finite_or_zero(logit_of(sum.largest, reference));
     if (has_row && exponential_reference(largest, reference) != reference) {
         reference = largest;
@@ -232,7 +232,6 @@ FUNCTION void join_powers(Logits logits, Objective objective, Rows rows, const B
         sum = warp_reduce(sum);
     }
     if (lane != 0 || !has_row) return;
-    rows.reference(r) = reference;
     rows.largest(r) = largest;
     rows.log_sum(r) = logarithm(sum.sum / power_of_two(finite_or_zero(sum.largest)));
     if (objective.id(r / logits.components) < 0) rows.target_logit(r) = 0.f;

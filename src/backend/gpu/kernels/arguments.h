@@ -130,7 +130,8 @@ struct Rows {
     FUNCTION GLOBAL float &absolute_mass(i64 row) const { return values[6 * count + row]; }
     // What the exponentials of the row are multiplied by to be its gradient (relative.h).
     FUNCTION GLOBAL float &factor(i64 row) const { return values[7 * count + row]; }
-    // What the exponentials of the row are relative to (relative.h).
+    // What the exponentials of the row are relative to, unless the largest logit is too far from it (relative.h); zero
+    // unless it is chosen.
     FUNCTION GLOBAL float &reference(i64 row) const { return values[8 * count + row]; }
 
     // log pi_k + log p_k(v), from the logit of v.

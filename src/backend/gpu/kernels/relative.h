@@ -45,7 +45,6 @@ FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GL
     if (tid == 0) {
         const int id = objective.id(r / logits.components);
         const float largest = finite_or_zero(extent.largest);
-        rows.reference(r) = reference;
         rows.largest(r) = largest;
         rows.log_sum(r) = logarithm(extent.sum * exponential(reference - largest));
         rows.target_logit(r) = id < 0 ? 0.f : logits.at(row, id);
@@ -65,7 +64,7 @@ FUNCTION void row_factors(Logits logits, Objective objective, Rows rows, GLOBAL 
     const bool has_gradient = rows.hard_mass(r) != minus_infinity();
     const float largest = rows.largest(r), log_sum = rows.log_sum(r);
     // The exponential of the largest logit, as the others are.
-    const float shift = exponential(largest - rows.reference(r));
+    const float shift = exponential(largest - exponential_reference(largest, rows.reference(r)));
     const float unit = objective.unit();
     const float factor = has_gradient ? unit * rows.softmax_scale(r) * exponential(-log_sum) / shift : 0.f;
     if (lane == 0) {

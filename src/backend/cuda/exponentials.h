@@ -1,6 +1,7 @@
-// The kernels that make the exponentials of `row_exponentials` (gpu/kernels/relative.h) part of the first product, so that
-// no logits are in memory: it pays where contexts are so narrow that memory, and not the tensor cores, limits the product.
-// Exponentials are computed as powers of two. The stride of `logits` is that of the exponentials.
+// The kernels that make the exponentials of `row_exponentials` (gpu/kernels/relative.h) part of the first product, so
+// that no logits are in memory but those of the first ids: it pays where contexts are so narrow that memory, and not
+// the tensor cores, limits the product. Exponentials are computed as powers of two. The stride of `logits` is that of the
+// exponentials.
 
 // A block multiplies TILE rows of the contexts by TILE rows of the decoder, DEPTH of their elements at a time; STAGES
 // pieces of the operands are on their way or in shared memory. A warp has 64 rows and 32 ids of the tile.
@@ -60,9 +61,9 @@ FUNCTION void row_references(Logits logits, Rows rows, i64 stride, int ids, int 
     if (tid % 32 == 0 && r < count) rows.reference(r) = exponential_reference(finite_or_zero(largest), 0.f);
 }
 
-// One block per tile, those of all rows side by side: computes the exponentials of the tile's logits relative to the rows'
-// references, and from them, as powers of two, the logits of targets and `powers[count, tiles of ids]`. The operands have
-// rows of `depth` elements, a multiple of 8, and the logits no function.
+// One block per tile, those of all rows side by side: computes the exponentials of the tile's logits relative to the
+// rows' references, and from them, as powers of two, the logits of targets and `powers[count, tiles of ids]`. The
+// operands have rows of `depth` elements, a multiple of 8, and the logits no function.
 FUNCTION void product_exponentials(Logits logits, Objective objective, Rows rows, const Brain *contexts,
                                    const Brain *decoder, float *powers, Brain *exponentials, int count, int depth,
                                    uint block, uint tid, Tile &tile) {
@@ -111,8 +112,8 @@ FUNCTION void product_exponentials(Logits logits, Objective objective, Rows rows
         reference_or_bias = logits.bias ? logits.bias[own_id] * scale : 0.f;
     }
 
-    // The parts that this lane gives to `load_matrices`, for each half of a piece: a row of the left operand and 16 elements,
-    // or two rows of the right operand.
+    // The parts that this lane gives to `load_matrices`, for each half of a piece: a row of the left operand and 16
+    // elements, or two rows of the right operand.
     int left_at[2], right_at[2];
     for (int half = 0; half < 2; ++half) {
         left_at[half] = part_at(warp_row + lane % 16, 2 * half + lane / 16);
@@ -147,8 +148,8 @@ FUNCTION void product_exponentials(Logits logits, Objective objective, Rows rows
     }
     synchronize();
 
-    // This thread has two neighbouring ids in each of four groups, from `thread_id` of the tile on, and two rows in each of
-    // four. An id outside the vocabulary has the exponential zero by its bias.
+    // This thread has two neighbouring ids in each of four groups, from `thread_id` of the tile on, and two rows in
+    // each of four. An id outside the vocabulary has the exponential zero by its bias.
     const int thread_id = warp_id + lane % 4 * 2;
     float biases[4][2];
     for (int j = 0; j < 4; ++j) {
@@ -178,7 +179,8 @@ FUNCTION void product_exponentials(Logits logits, Objective objective, Rows rows
         for (int j = 0; j < 4; ++j) {
             for (int n = 0; n < 2; ++n) {
                 if (target != 8 * j + n) continue;
-                rows.target_logit(first_row + row) = logit_of(sums[i / 2][j][i % 2 * 2 + n], tile.results.references[row]);
+                const float exponent = sums[i / 2][j][i % 2 * 2 + n];
+                rows.target_logit(first_row + row) = logit_of(exponent, tile.results.references[row]);
             }
         }
     }
@@ -198,8 +200,8 @@ FUNCTION void product_exponentials(Logits logits, Objective objective, Rows rows
     }
 }
 
-// One warp per row: joins the powers of the row's tiles. If the exponentials cannot be relative to the row's reference, it
-// computes them again relative to the largest logit.
+// One warp per row: joins the powers of the row's tiles. If the exponentials cannot be relative to the row's
+// reference, it computes them again relative to the largest logit.
 FUNCTION void join_powers(Logits logits, Objective objective, Rows rows, const Brain *contexts, const Brain *decoder,
                           const float *powers, Brain *exponentials, int count, int depth, uint block, uint tid) {
     const i64 r = (i64)block * WARPS + tid / 32;

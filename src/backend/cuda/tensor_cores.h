@@ -1,5 +1,5 @@
-// What the tensor cores of compute capability 8.0 and later do for a warp, copies that do not wait, and powers. Behind `#else` is
-// what the host does in their place when it emulates a GPU.
+// What the tensor cores of compute capability 8.0 and later do for a warp, copies that do not wait, and powers. Behind
+// `#else` is what the host does in their place when it emulates a GPU.
 
 #ifdef __CUDACC__
 
@@ -7,12 +7,15 @@
 // group has been waited for, and seen by other threads after a barrier.
 FUNCTION void copy_async(void *to, const void *from, bool has_source) {
     const uint at = static_cast<uint>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(has_source ? 16 : 0) : "memory");
+    const int bytes = has_source ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 }
 // Ends a group of copies.
 FUNCTION void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups of this thread but the last `count`.
-template <int count> FUNCTION void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(count) : "memory"); }
+template <int count> FUNCTION void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(count) : "memory");
+}
 
 // Reads four matrices of 8 x 8 elements of 16 bits: lane i gives the address of row i % 8 of matrix i / 8, and gets
 // the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4 of each matrix.
@@ -24,9 +27,9 @@ FUNCTION void load_matrices(const void *from, uint *matrices) {
                  : "memory");
 }
 
-// Adds to a tile of 16 x 8 sums the product of tiles of 16 x 16 and 16 x 8 elements in bf16. Lane i has the sums
-// (i / 4, 2 (i % 4)), the next column, and both 8 rows below; the left tile as four matrices of `load_matrices` (the upper two
-// left, lower left, upper right, lower right), the right tile's transpose as two.
+// Adds to a tile of 16 x 8 sums the product of tiles of 16 x 16 and 16 x 8 elements in bf16. Lane i has the sums (i /
+// 4, 2 (i % 4)), the next column, and both 8 rows below; the left tile as four matrices of `load_matrices` (the upper
+// two left, lower left, upper right, lower right), the right tile's transpose as two.
 FUNCTION void multiply_add(float *sums, const uint *left, const uint *right) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"

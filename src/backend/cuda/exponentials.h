@@ -1,7 +1,7 @@
 // The kernels that make the exponentials of `row_exponentials` (gpu/kernels/relative.h) part of the first product, so
 // that no logits are in memory but those of the first ids: it pays where contexts are so narrow that memory, and not
-// the tensor cores, limits the product. Exponentials are computed as powers of two. The stride of `logits` is that of the
-// exponentials.
+// the tensor cores, limits the product. Exponentials are computed as powers of two. The stride of `logits` is that of
+// the exponentials.
 
 // A block multiplies TILE rows of the contexts by TILE rows of the decoder, DEPTH of their elements at a time; STAGES
 // pieces of the operands are on their way or in shared memory. A warp has 64 rows and 32 ids of the tile.

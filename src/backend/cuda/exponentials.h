@@ -18,24 +18,13 @@
 #define LOG2_E 1.44269504f
 #define LOG_2 0.69314718f
 
-// The largest exponent of two in a row of a tile, and the sum of the powers.
-struct Powers {
-    float largest;
-    float sum;
-
-    FUNCTION void add(Powers other) {
-        largest = larger(largest, other.largest);
-        sum += other.sum;
-    }
-};
-FUNCTION Powers shuffled(Powers x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
-
 // The shared memory of a block.
 union Tile {
     alignas(128) Brain pieces[STAGES][2][TILE * DEPTH];
     struct {
         Brain exponentials[TILE * PITCH];
-        Powers powers[4][TILE];
+        // Of a row's ids in a warp: the largest exponent of two, and the sum of the powers.
+        Extent powers[4][TILE];
         float references[TILE], biases[TILE];
         int targets[TILE];
     } results;
@@ -53,12 +42,12 @@ FUNCTION float logit_of(float exponent, float reference) { return reference + ex
 // One warp per row: chooses what the exponentials of the row are relative to, from the logits of the first `ids` ids.
 FUNCTION void row_references(Logits logits, Rows rows, i64 stride, int ids, int count, uint block, uint tid) {
     const i64 r = (i64)block * WARPS + tid / 32;
-    float largest = minus_infinity();
+    Extent extent = {minus_infinity(), 0.f};
     for (int v = tid % 32; v < ids && r < count; v += 32) {
-        largest = larger(largest, logits.finish(logits.z[r * stride + v], v));
+        extent.add({logits.finish(logits.z[r * stride + v], v), 0.f});
     }
-    for (int lane = 16; lane; lane >>= 1) largest = larger(largest, shuffled(largest, lane));
-    if (tid % 32 == 0 && r < count) rows.reference(r) = exponential_reference(finite_or_zero(largest), 0.f);
+    const float largest = finite_or_zero(warp_reduce(extent).largest);
+    if (tid % 32 == 0 && r < count) rows.reference(r) = exponential_reference(largest, 0.f);
 }
 
 // One block per tile, those of all rows side by side: computes the exponentials of the tile's logits relative to the
@@ -159,7 +148,7 @@ FUNCTION void product_exponentials(Logits logits, Objective objective, Rows rows
     for (int i = 0; i < 8; ++i) {
         const int row = warp_row + 8 * i + lane / 4;
         const float shift = tile.results.references[row] * LOG2_E;
-        Powers sum = {minus_infinity(), 0.f};
+        Extent sum = {minus_infinity(), 0.f};
         for (int j = 0; j < 4; ++j) {
             float pair[2];
             for (int n = 0; n < 2; ++n) {
@@ -192,7 +181,7 @@ FUNCTION void product_exponentials(Logits logits, Objective objective, Rows rows
         }
     }
     if (tid < TILE && first_row + (int)tid < count) {
-        Powers sum = tile.results.powers[0][tid];
+        Extent sum = tile.results.powers[0][tid];
         for (int w = 1; w < 4; ++w) sum.add(tile.results.powers[w][tid]);
         float *to = powers + 2 * ((i64)(first_row + tid) * id_tiles(logits.vocab) + first_id / TILE);
         to[0] = sum.largest;
@@ -209,7 +198,7 @@ FUNCTION void join_powers(Logits logits, Objective objective, Rows rows, const B
     const bool has_row = r < count;
     const int end = has_row ? id_tiles(logits.vocab) : 0;
     float reference = has_row ? rows.reference(r) : 0.f;
-    Powers sum = {minus_infinity(), 0.f};
+    Extent sum = {minus_infinity(), 0.f};
     for (int i = lane; i < end; i += 32) {
         const float *from = powers + 2 * (r * id_tiles(logits.vocab) + i);
         sum.add({from[0], from[1]});

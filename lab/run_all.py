@@ -17,7 +17,7 @@ import time
 
 sys.path.insert(0, "scripts/measure")
 from lines import rounded  # noqa: E402
-from machine import git, physical_cores, processor, program  # noqa: E402
+from machine import git, gpu, physical_cores, processor, program  # noqa: E402
 
 RESULTS = os.environ.get("LAB_RESULTS", "benches/results/runs.jsonl")
 RUNS = os.environ.get("RUNS", "target/runs")
@@ -383,7 +383,7 @@ def value(flags, name):
     return next((words[i + 1] for i, word in enumerate(words) if word == name), None)
 
 
-def line_of(run, flags, output, commit):
+def line_of(run, flags, output, origin):
     """The line of a run that is over. A training that diverged has no perplexity."""
     result = json.loads(next(line for line in reversed(output) if line.startswith("[{")))[0]
     curve, seconds = evaluations(run)
@@ -401,7 +401,7 @@ def line_of(run, flags, output, commit):
         line["scores"] = {name: rounded(name, score) for name, score in result["scores"].items()}
     line |= {"evaluations": curve, "seconds": round(seconds, 1)}
     line["command"] = command_of(run, flags)
-    return line | origin(commit)
+    return line | origin
 
 
 def command_of(run, flags):
@@ -421,9 +421,9 @@ def data_flags(run, data):
     return [] if run.data is None else ["--dialogue" if run.data.endswith(".jsonl") else "--data", data]
 
 
-def origin(commit):
+def origin(commit, device="cpu"):
     today = datetime.date.today().isoformat()
-    return {"processor": processor(physical_cores()), "date": today, "commit": commit}
+    return {"processor": gpu() if device == "cuda" else processor(physical_cores()), "date": today, "commit": commit}
 
 
 def paused(run, data, flags, environment, minutes):
@@ -475,8 +475,8 @@ def add(lines):
 
 
 class Runner:
-    def __init__(self, runs, deadline, commit):
-        self.runs, self.deadline, self.commit = runs, deadline, commit
+    def __init__(self, runs, deadline, commit, device):
+        self.runs, self.deadline, self.commit, self.device = runs, deadline, commit, device
         self.running, self.failed, self.lock = set(), set(), threading.Lock()
 
     def next(self):
@@ -490,11 +490,15 @@ class Runner:
                 ready = [run for run in free if all(is_done(need) for need in run.needs)]
                 if ready:
                     self.running.add(ready[0].name)
-                    return ready[0], ready[0].resolved(results)
+                    return ready[0], self.flags(ready[0], results)
                 if not self.running:
                     return None
             time.sleep(2)
         return None
+
+    def flags(self, run, results):
+        is_here = self.device == "cpu" or isinstance(run, Bottleneck)
+        return run.resolved(results) + ("" if is_here else f" --device {self.device}")
 
     def work(self):
         while found := self.next():
@@ -542,7 +546,7 @@ class Runner:
             if any("the same command continues" in line for line in output[-3:]):
                 return
             raise RuntimeError(f"failed: see {run.path('.log')}")
-        line = line_of(run, flags, output, self.commit)
+        line = line_of(run, flags, output, origin(self.commit, self.device))
         with self.lock:
             add([line] if not run.result(load()) else [])
         found = " ".join(f"{key} {line[key]}" for key in ("valid_perplexity", "test_perplexity") if key in line)
@@ -557,6 +561,7 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--seconds", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where trainings run, but for --seconds")
     parser.add_argument("--force", action="store_true", help="runs code that is not committed")
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
@@ -583,7 +588,7 @@ def main():
     commit = git("rev-parse", "--short", "HEAD").strip()
     if arguments.seconds:
         return measure_seconds(runs, {} if arguments.names else PRESETS, commit)
-    runner = Runner(runs, time.time() + 60 * arguments.minutes, commit)
+    runner = Runner(runs, time.time() + 60 * arguments.minutes, commit, arguments.device)
     workers = [threading.Thread(target=runner.work) for _ in range(arguments.jobs)]
     for worker in workers:
         worker.start()

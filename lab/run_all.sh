@@ -13,6 +13,7 @@
 #   --results FILE      appends the lines to this file, which says what is done, in place of benches/results/runs.jsonl
 #   --minutes N         stops after N minutes; the same command continues where it stopped
 #   --jobs N            runs at a time (2)
+#   --device cuda       trains on a GPU, which needs nvcc; the lines have the GPU's name
 #   --force             runs code that is not committed
 #   --list              prints the runs, those that are done with their results
 #   --seconds           only measures the seconds of a step, of the presets on all cores and of the runs of equal time on
@@ -24,12 +25,13 @@
 # then is in RUNS (target/runs). Needs python3.
 set -euo pipefail
 usage() { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
-arguments=() build=1
+arguments=() build=1 features=()
 while (($#)); do
     case $1 in
     -h | --help) usage; exit ;;
     --ptb | --multi30k | --switchboard) arguments+=("$1" "$(realpath "${2:?its path}")"); shift ;;
     --results) LAB_RESULTS=$(realpath -m "${2:?its path}"); export LAB_RESULTS; shift ;;
+    --device) [[ ${2:?cpu or cuda} != cuda ]] || features=(--features cuda); arguments+=("$1" "$2"); shift ;;
     --list) build=0 arguments+=("$1") ;;
     *) arguments+=("$1") ;;
     esac
@@ -37,5 +39,5 @@ while (($#)); do
 done
 [[ -z ${RUNS:-} ]] || export RUNS=$(realpath -m "$RUNS")
 cd "$(dirname "$0")/.."
-((!build)) || cargo build --locked --release -p lab --bin language_model --bin translation --bin captions --bin bottleneck
+((!build)) || cargo build --locked --release -p lab "${features[@]}" --bin language_model --bin translation --bin captions --bin bottleneck
 exec python3 lab/run_all.py "${arguments[@]}"

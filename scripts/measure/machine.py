@@ -13,6 +13,12 @@ def program(name):
     return os.path.join(os.environ.get("CARGO_TARGET_DIR", "target"), "release", name)
 
 
+def gpu():
+    """The name of the first GPU."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[0]
+
+
 def physical_cores():
     """The cores that this process may use, each counted once whatever its number of threads."""
     allowed, cores, core = os.sched_getaffinity(0), set(), {}

@@ -8,8 +8,8 @@
 #
 # The parts, in the order of their worth: smoke, one small step; exact, values against f64; bf16, the step benchmark; tests,
 # all others; peers, PyTorch on the same shapes; f32; chunks, other sizes of them; profile, the time of each kernel by
-# ncu; pool, the step benchmark with the memory pool as this crate leaves it; sanitizer, tests under compute-sanitizer;
-# benches, those of criterion; model, a language model. A smoke test that fails ends the run.
+# ncu; sanitizer, tests under compute-sanitizer; benches, those of criterion; model, a language model. A smoke test that
+# fails ends the run.
 #
 # `model` takes MODEL_FLAGS and MODEL_SECONDS, `benches` BENCH_SECONDS for each of two. Each result is written as soon as it
 # is known, into few files: results.txt, steps.jsonl, peers.jsonl, profile.txt, ncu-*.csv, logs.tgz. CUDA's libraries are
@@ -21,7 +21,7 @@ PROGRAMS=(step_time language_model)
 BENCHES=(heads decoding)
 SHAPES=(ptb llm wt2 1b)
 EXACT=(golden gradients cuda_on_linux)
-PARTS=(smoke exact bf16 tests peers f32 chunks profile pool sanitizer benches model)
+PARTS=(smoke exact bf16 tests peers f32 chunks profile sanitizer benches model)
 
 # The programs that cargo reports as JSON, if they are among the names.
 copy_executables() {
@@ -154,7 +154,6 @@ LINE
 
 run_bf16() { steps bf16 "${SHAPES[*]}"; }
 run_f32() { steps f32 "${SHAPES[*]}"; }
-run_pool() { steps bf16 "ptb llm" --default-pool --step-only; }
 run_chunks() {
     local rows
     for rows in 512 1024 2048; do steps bf16 llm --step-only --chunk-rows $rows; done

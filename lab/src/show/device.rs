@@ -3,8 +3,6 @@
 use candle_core::Device;
 use clap::ValueEnum;
 
-use super::memory::keep_pool;
-
 /// Tensors are on one of these devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceKind {
@@ -17,16 +15,14 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Returns the device, whose pool keeps its memory, or an error that names what is missing: the feature of this
-    /// build, or the GPU of this machine.
+    /// Returns the device, or an error that names what is missing: the feature of this build, or the GPU of this
+    /// machine.
     pub fn open(self) -> Result<Device, String> {
-        let device = match self {
-            DeviceKind::Cpu => Device::Cpu,
-            DeviceKind::Cuda => gpu("cuda", cfg!(feature = "cuda"), || Device::new_cuda(0))?,
-            DeviceKind::Metal => gpu("metal", cfg!(feature = "metal"), || Device::new_metal(0))?,
-        };
-        keep_pool(&device, true);
-        Ok(device)
+        match self {
+            DeviceKind::Cpu => Ok(Device::Cpu),
+            DeviceKind::Cuda => gpu("cuda", cfg!(feature = "cuda"), || Device::new_cuda(0)),
+            DeviceKind::Metal => gpu("metal", cfg!(feature = "metal"), || Device::new_metal(0)),
+        }
     }
 }
 

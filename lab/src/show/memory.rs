@@ -3,17 +3,6 @@
 
 use candle_core::Device;
 
-/// Chooses whether CUDA's memory pool keeps the memory that it has taken, as PyTorch's allocator does, or gives it back
-/// when the host waits for the GPU, which is the default of the driver. Other devices have no such pool.
-pub fn keep_pool(device: &Device, keeps: bool) {
-    #[cfg(feature = "cuda")]
-    if let Device::Cuda(device) = device {
-        pool::keep(device, keeps);
-    }
-    #[cfg(not(feature = "cuda"))]
-    let _ = (device, keeps);
-}
-
 /// Returns the peak in bytes since the start.
 type End = Box<dyn FnOnce() -> Option<u64>>;
 
@@ -89,21 +78,13 @@ mod pool {
         Some(value)
     }
 
-    fn set(pool: CUmemoryPool, attribute: Attribute, mut value: u64) -> Option<()> {
-        // SAFETY: these attributes are 64-bit numbers, and `value` is one; the peak may only be set to zero.
-        unsafe { cuMemPoolSetAttribute(pool, attribute, (&mut value as *mut u64).cast()) }.result().ok()
-    }
-
-    /// Lets the pool keep all of its memory, or none that is not in use.
-    pub(super) fn keep(device: &CudaDevice, keeps: bool) -> Option<()> {
-        let threshold = if keeps { u64::MAX } else { 0 };
-        set(pool(device)?, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, threshold)
-    }
-
     /// Resets the peak of the pool, and returns the bytes in use.
     pub(super) fn reset(device: &CudaDevice) -> Option<u64> {
-        let pool = pool(device)?;
-        set(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)?;
+        let (pool, mut peak) = (pool(device)?, 0u64);
+        // SAFETY: the attribute is a 64-bit number, as `peak` is, and may only be set to zero.
+        unsafe { cuMemPoolSetAttribute(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, (&raw mut peak).cast()) }
+            .result()
+            .ok()?;
         get(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
     }
 

@@ -9,4 +9,4 @@ pub(crate) mod table_picture;
 pub mod values;
 
 pub use device::DeviceKind;
-pub use memory::{keep_pool, Peak};
+pub use memory::Peak;

@@ -79,9 +79,6 @@ pub(crate) struct Args {
     /// Time the loss over sets of N allowed ids a position, with its gradients, in place of a step
     #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["score", "output", "sampled", "train", "step_only", "forward_only"])]
     pub(crate) kept: Option<usize>,
-    /// Leaves CUDA's memory pool to this crate, which lets it keep an eighth of the GPU's memory. Otherwise it keeps all
-    #[arg(long)]
-    pub(crate) default_pool: bool,
     /// Time the step alone, without the mixture and the matrix products
     #[arg(long)]
     pub(crate) step_only: bool,

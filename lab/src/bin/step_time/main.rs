@@ -22,7 +22,7 @@ use args::{Args, Implementation};
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use kept::Kept;
-use lab::show::{keep_pool, report::median, values::name, Peak};
+use lab::show::{report::median, values::name, Peak};
 use mos_head::parts::LogitFunction;
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{Distributions, LossOptions, Mixture, Precision};
@@ -37,9 +37,6 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let device = args.device.open()?;
-    if args.default_pool {
-        keep_pool(&device, false);
-    }
     let sizes = args.sizes();
     let Sizes { positions, components, context, vocab, .. } = sizes;
     let leaves = Leaves::new(sizes, args.rank, args.dtype, &device)?.with_logit_function(args.logit_function);

@@ -51,10 +51,10 @@ fn main() -> mos_head::Result<()> {
             black_box(mixtures[i].top_k(10)?);
             Ok(())
         })?;
-        for ((components, batch, dtype), of_case) in CASES.iter().zip(&times) {
+        for ((components, batch, dtype), seconds) in CASES.iter().zip(&times) {
             let case = format!("k{components}-b{batch}/{}", dtype.as_str());
-            let ratio = median(of_case) / median(&times[0]);
-            println!("{name}-{case:<12} least {:8.3} ms, median {:8.3} ms, {ratio:6.2} x", of_case[0], median(of_case));
+            let ratio = median(seconds) / median(&times[0]);
+            println!("{name}-{case:<12} least {:8.3} ms, median {:8.3} ms, {ratio:6.2} x", seconds[0], median(seconds));
         }
     }
     Ok(())

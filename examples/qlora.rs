@@ -277,11 +277,11 @@ fn main() -> Result<()> {
     let mut loaded = VarMap::new();
     let again = Quantised::new(&tensors, VarBuilder::from_varmap(&loaded, DType::F32, &Device::Cpu))?;
     loaded.load(folder.join("adapter_model.safetensors"))?;
-    let of_head = LowRankAdapter::load(&folder, again.head.decoder())?; // the same two matrices, by the crate's reader
+    let head_adapter = LowRankAdapter::load(&folder, again.head.decoder())?; // the same two matrices, by the crate's reader
     let [before, after] = [model.evaluate(Language::Other)?, again.evaluate(Language::Other)?];
     println!("saved and loaded: loss {after:.3}, before {before:.3}");
     assert_eq!(before, after);
-    assert_eq!((of_head.rank(), of_head.scale()), (RANK, ALPHA / RANK as f64));
+    assert_eq!((head_adapter.rank(), head_adapter.scale()), (RANK, ALPHA / RANK as f64));
     std::fs::remove_dir_all(folder)?;
     Ok(())
 }

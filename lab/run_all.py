@@ -259,13 +259,13 @@ def translation(task, data, shape, settings, epochs, part=("", "")):
 
 def vocabularies():
     """One softmax and nine, over words, byte pairs and codes. The first run of a seed over codes learns its table."""
-    runs, learned, tried, of = [], {}, {}, ("Multi30k, German to English", "translation", "multi30k")
+    runs, learned, tried, task = [], {}, {}, ("Multi30k, German to English", "translation", "multi30k")
 
     def add(name, figure, flags, needs, seed, **key):
         table = f" --table-file {{RUNS}}/multi30k-table-{seed}.safetensors" if key["system"].endswith("codes") else ""
         trained = lambda results: f"{flags(results)}{table} --beam 4 --evaluations 2 --seed {seed}"
         needs = [*needs, learned[seed]] if table and seed in learned else needs
-        runs.append(Run(name, figure, *of, trained, needs, settings=TRANSFORMER_TRIALS, **key, seed=seed))
+        runs.append(Run(name, figure, *task, trained, needs, settings=TRANSFORMER_TRIALS, **key, seed=seed))
         if table:
             learned.setdefault(seed, runs[-1])
         return runs[-1]
@@ -288,7 +288,7 @@ def vocabularies():
 
             random_table = lambda results, chosen=chosen: f"{chosen(results)} --table random"
             seconds = random_table if tokens == "codes" else chosen
-            runs.append(StepSeconds(f"{name}-seconds", "vocabulary-seconds", *of, seconds, trials, **key))
+            runs.append(StepSeconds(f"{name}-seconds", "vocabulary-seconds", *task, seconds, trials, **key))
             for seed in SEEDS:
                 add(f"{name}-seed-{seed}", "multi30k-vocabularies", chosen, trials, seed, **key)
     return runs
@@ -296,11 +296,11 @@ def vocabularies():
 
 def captions():
     """Captions of drawn images by a softmax and by a mixture, and by the same decoders without the image."""
-    runs, of = [], ("drawn images", "captions", None)
+    runs, task = [], ("drawn images", "captions", None)
     for head in ("softmax", "mos"):
         common = f"--head {head} {CAPTIONS}"
         trials = [
-            Run(f"captions-{head}-trial-{i}", "captions-trials", *of, f"{common} {lr} --images 8000 --epochs 5 --seed 1",
+            Run(f"captions-{head}-trial-{i}", "captions-trials", *task, f"{common} {lr} --images 8000 --epochs 5 --seed 1",
                 settings=CAPTION_TRIALS, system=head, trial=i, seed=1)
             for i, lr in enumerate(CAPTION_TRIALS, 1)
         ]  # fmt: skip

@@ -35,7 +35,7 @@ ends() {
     has_ended "$1" "$2" "$status"
 }
 
-# Of three processes, one comes to no operation, does not end, panics, or stops while MPI moves numbers; the others wait 2 s.
+# One of three processes comes to no operation, does not end, panics, or stops while MPI moves numbers; the others wait 2 s.
 for fault in "absent/rank 0: ranks \[2\]" "at the end/rank [01]: ranks \[2\]" "panics/as it should" "stops/ranks \[[01, ]*2\]"; do
     start=$SECONDS
     ends "${fault%%/*}" "${fault#*/}" timeout 60 mpirun -n 3 "$test" "${fault%%/*}"

@@ -51,19 +51,19 @@ fn values_equal_plain_loops() -> Result<()> {
             assert_eq!(log_probs.dims(), [n, case.vocab]);
             near(&log_probs, &expected);
 
-            let of_targets = ids(&targets, &[n]);
-            let loss = found.loss(&of_targets, &LossOptions::new().with_reduction(Reduction::None))?;
+            let target_ids = ids(&targets, &[n]);
+            let loss = found.loss(&target_ids, &LossOptions::new().with_reduction(Reduction::None))?;
             let expected = nll(&truth, &lists, &targets);
             near(&loss.nll, &expected);
             near(&loss.value, &expected);
-            near(&found.log_prob(&of_targets)?.affine(-1., 0.)?, &expected);
+            near(&found.log_prob(&target_ids)?.affine(-1., 0.)?, &expected);
 
             let tempered = renormalized(&drawn, &lists, case.temperature);
             let options = ScoreOptions::new().with_temperature(case.temperature).with_entropy(true);
             let first: Vec<u32> = (0..n).flat_map(|t| [lists[t][0], targets[t]]).collect();
             let scores = found.score(&ids(&first, &[n, 2]), &options)?;
-            let of_targets = nll(&tempered, &lists, &targets);
-            let expected: Vec<f64> = (0..n).flat_map(|t| [tempered[t][0], -of_targets[t]]).collect();
+            let tempered_nll = nll(&tempered, &lists, &targets);
+            let expected: Vec<f64> = (0..n).flat_map(|t| [tempered[t][0], -tempered_nll[t]]).collect();
             near(&scores.log_prob, &expected);
             near(&scores.entropy.expect("asked for"), &entropies(&tempered));
             near(&found.entropy()?, &entropies(&truth));
@@ -92,8 +92,8 @@ fn value(case: &Problem, tensors: &Tensors, part: usize) -> Result<Tensor> {
             let log_probs = restricted.log_probs()?;
             let mut sum = Tensor::zeros((), log_probs.dtype(), &Device::Cpu)?;
             for (t, list) in case.lists().iter().enumerate() {
-                let of_list = log_probs.get(t)?.index_select(&Tensor::new(list.as_slice(), &Device::Cpu)?, 0)?;
-                sum = (sum + (of_list.sqr()?.sum_all()? * weights.get(t)?)?)?;
+                let listed = log_probs.get(t)?.index_select(&Tensor::new(list.as_slice(), &Device::Cpu)?, 0)?;
+                sum = (sum + (listed.sqr()?.sum_all()? * weights.get(t)?)?)?;
             }
             Ok(sum)
         }
@@ -108,10 +108,10 @@ fn composed_value(case: &Problem, tensors: &Tensors, part: usize) -> Result<Tens
     let mut sum = Tensor::zeros((), DType::F64, &Device::Cpu)?;
     for (t, row) in case.composed_restricted(tensors, temperature)?.iter().enumerate() {
         let place = lists[t].iter().position(|id| *id == targets[t]).expect("allowed");
-        let of_target = row.get(place)?;
+        let target_log_prob = row.get(place)?;
         let term = match part {
-            0 => of_target.neg()?,
-            1 => (of_target - (row.exp()? * row)?.sum_all()?)?,
+            0 => target_log_prob.neg()?,
+            1 => (target_log_prob - (row.exp()? * row)?.sum_all()?)?,
             _ => row.sqr()?.sum_all()?,
         };
         sum = (sum + (term * weights.get(t)?)?)?;
@@ -205,17 +205,18 @@ fn all_ids_allowed_equal_the_plain_loss() -> Result<()> {
             ] {
                 let restricted = mixture.restricted(&allowed)?;
                 let loss = restricted.loss(&targets, &options)?;
-                let (exact, of_gradients) = (tolerance, if dtype == DType::BF16 { 1e-2 } else { 4.0 * tolerance });
+                let (exact, gradient_tolerance) =
+                    (tolerance, if dtype == DType::BF16 { 1e-2 } else { 4.0 * tolerance });
                 for (found, expected, tolerance) in [
                     (&loss.nll, &plain.nll, exact),
-                    (&restricted.log_probs()?, &mixture.log_probs()?, of_gradients),
+                    (&restricted.log_probs()?, &mixture.log_probs()?, gradient_tolerance),
                     (&restricted.entropy()?, &mixture.entropy()?, exact),
                 ] {
                     assert_relative_eq!(numbers(found), numbers(expected), max_relative = tolerance);
                 }
                 let (found, expected) = (gradients(&loss.backward()?, &vars), gradients(&expected, &vars));
                 assert_eq!(expected.len(), vars.len());
-                assert_near("all", &found, &expected, if tolerance == 0.0 { 0.0 } else { of_gradients });
+                assert_near("all", &found, &expected, if tolerance == 0.0 { 0.0 } else { gradient_tolerance });
             }
         }
     }
@@ -250,9 +251,9 @@ fn ids_are_restricted_after_the_softcap() -> Result<()> {
     let mixture = Mixture::new(&Tensor::ones((1, 1, 1), DType::F64, &Device::Cpu)?, None, &weight, None)?;
     let restricted = mixture.with_softcap(0.5)?.restricted(&AllowedIds::new(&[0, 2]))?;
     let z = [1.0f64, 3.0].map(|z| 0.5 * (z / 0.5).tanh());
-    let of_first = z[0] - (z[0].exp() + z[1].exp()).ln();
+    let first_log_prob = z[0] - (z[0].exp() + z[1].exp()).ln();
     let found = numbers(&restricted.log_probs()?);
-    assert_abs_diff_eq!(found[0], of_first, epsilon = 1e-14);
+    assert_abs_diff_eq!(found[0], first_log_prob, epsilon = 1e-14);
     assert_eq!(found[1], f64::NEG_INFINITY);
     Ok(())
 }
@@ -265,9 +266,15 @@ fn repeated_ids_count_once_in_any_order() -> Result<()> {
         let lists = case.lists();
         let repeated: Vec<Vec<u32>> =
             lists.iter().map(|list| list.iter().rev().chain(list).copied().collect()).collect();
-        let of = |allowed: AllowedIds| mixture.restricted(&allowed)?.log_probs();
-        assert_eq!(numbers(&of(per_position(&lists))?), numbers(&of(per_position(&repeated))?));
-        assert_eq!(numbers(&of(AllowedIds::new(&lists[0]))?), numbers(&of(AllowedIds::new(&repeated[0]))?));
+        let log_probs_within = |allowed: AllowedIds| mixture.restricted(&allowed)?.log_probs();
+        assert_eq!(
+            numbers(&log_probs_within(per_position(&lists))?),
+            numbers(&log_probs_within(per_position(&repeated))?)
+        );
+        assert_eq!(
+            numbers(&log_probs_within(AllowedIds::new(&lists[0]))?),
+            numbers(&log_probs_within(AllowedIds::new(&repeated[0]))?)
+        );
     }
     Ok(())
 }
@@ -281,11 +288,11 @@ fn targets_outside_their_sets_are_errors_or_added() -> Result<()> {
         let last = case.positions - 1;
         let outside = (0..case.vocab as u32).find(|id| !lists[last].contains(id)).expect("not all are allowed");
         targets[last] = outside;
-        let of_targets = ids(&targets, &[case.positions]);
+        let target_ids = ids(&targets, &[case.positions]);
         let restricted = mixture.restricted(&case.allowed())?;
         let errors = [
-            restricted.loss(&of_targets, &LossOptions::new()).map(|_| ()),
-            restricted.score(&of_targets, &ScoreOptions::new()).map(|_| ()),
+            restricted.loss(&target_ids, &LossOptions::new()).map(|_| ()),
+            restricted.score(&target_ids, &ScoreOptions::new()).map(|_| ()),
         ];
         for error in errors.map(|result| result.expect_err("a target outside")) {
             assert!(
@@ -296,12 +303,12 @@ fn targets_outside_their_sets_are_errors_or_added() -> Result<()> {
             assert!(message.contains(&format!("{outside} at position {last} is not among")), "{message}");
         }
         let restricted = mixture.restricted(&case.allowed().with_targets_added(true))?;
-        let loss = restricted.loss(&of_targets, &LossOptions::new())?;
+        let loss = restricted.loss(&target_ids, &LossOptions::new())?;
         lists[last].push(outside);
         let truth = renormalized(&case.drawn(DType::F64), &lists, 1.0);
         let nll = nll(&truth, &lists, &targets);
         assert_relative_eq!(numbers(&loss.nll), nll, max_relative = 1e-12);
-        let scores = restricted.score(&of_targets, &ScoreOptions::new().with_entropy(true))?;
+        let scores = restricted.score(&target_ids, &ScoreOptions::new().with_entropy(true))?;
         assert_relative_eq!(numbers(&scores.log_prob.affine(-1.0, 0.0)?), nll, max_relative = 1e-12);
         assert_relative_eq!(numbers(&scores.entropy.expect("asked for")), entropies(&truth), max_relative = 1e-12);
     }
@@ -407,9 +414,9 @@ fn an_ignored_position_has_no_part_in_the_gradients() -> Result<()> {
         let weight = Var::from_tensor(&Tensor::new(&[[0.1], [0.2], [-0.3], [0.4]], &Device::Cpu)?)?;
         let bias = Var::from_tensor(&Tensor::new(&bias, &Device::Cpu)?)?;
         let mixture = |positions: usize| {
-            let of = |var: &Var| var.narrow(0, 0, positions);
-            let log_priors = Some(of(&log_priors)?).filter(|_| components > 1);
-            Mixture::new(&of(&contexts)?, log_priors.as_ref(), &weight, Some(&bias))
+            let leading = |var: &Var| var.narrow(0, 0, positions);
+            let log_priors = Some(leading(&log_priors)?).filter(|_| components > 1);
+            Mixture::new(&leading(&contexts)?, log_priors.as_ref(), &weight, Some(&bias))
         };
         let (both, alone) = if shared {
             // With targets added, sets are lists.
@@ -459,8 +466,8 @@ fn infinite_and_undefined_logits_stay_where_they_are() -> Result<()> {
             drawn.values.get_mut("decoder.bias").expect("a bias")[forbidden as usize] = f64::NEG_INFINITY;
             let vars = drawn.variables(DType::F64, &Device::Cpu)?;
             let restricted = case.mixture(&vars)?.restricted(&case.allowed())?;
-            let of_targets = ids(&targets, &[case.positions]);
-            let scores = restricted.score(&of_targets, &ScoreOptions::new().with_entropy(true))?;
+            let target_ids = ids(&targets, &[case.positions]);
+            let scores = restricted.score(&target_ids, &ScoreOptions::new().with_entropy(true))?;
             let expected = nll(&renormalized(&drawn, &lists, 1.0), &lists, &targets);
             assert_relative_eq!(numbers(&scores.log_prob.affine(-1.0, 0.0)?), expected, max_relative = 1e-12);
             let value = (scores.log_prob.sum_all()? + scores.entropy.expect("asked for").sum_all()?)?;
@@ -473,15 +480,15 @@ fn infinite_and_undefined_logits_stay_where_they_are() -> Result<()> {
             drawn.values.get_mut("contexts").expect("contexts")[..components * case.d].fill(f64::NAN);
             let mixture = drawn.mixture(DType::F64, &Device::Cpu)?;
             let restricted = mixture.restricted(&case.allowed())?;
-            let nll = numbers(&restricted.loss(&of_targets, &LossOptions::new())?.nll);
+            let nll = numbers(&restricted.loss(&target_ids, &LossOptions::new())?.nll);
             assert!(nll[0].is_nan() && nll[1..].iter().all(|x| x.is_finite()), "{nll:?}");
             assert!(matches!(restricted.top_k(1), Err(Error::Distribution { position: 0 })));
             let only = AllowedIds::new(&[forbidden]);
             let last = mixture.restricted(&only)?.log_probs()?.get(1)?;
             assert!(numbers(&last)[forbidden as usize].is_nan());
             let lists = [vec![vec![targets[0]]], vec![vec![forbidden]; case.positions - 1]].concat();
-            let of_finite = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?;
-            assert!(of_finite.restricted(&per_position(&lists))?.top_k(1).is_ok());
+            let finite = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?;
+            assert!(finite.restricted(&per_position(&lists))?.top_k(1).is_ok());
         }
     }
     Ok(())
@@ -567,7 +574,7 @@ fn options_of_one_set_are_those_of_a_small_vocabulary() -> Result<()> {
     let targets = ids(&targets, &[case.positions]);
     let class_weights = upstream(case.vocab, DType::F64)?;
     let plain = LossOptions::new().with_position_weights(upstream(case.positions, DType::F64)?);
-    for (options, of_small) in [
+    for (options, small_options) in [
         (plain.clone().with_label_smoothing(0.2), plain.clone().with_label_smoothing(0.2)),
         (plain.clone().with_z_loss(0.1), plain.clone().with_z_loss(0.1)),
         (plain.clone().with_correct(true), plain.clone().with_correct(true)),
@@ -577,7 +584,7 @@ fn options_of_one_set_are_those_of_a_small_vocabulary() -> Result<()> {
             plain.with_class_weights(class_weights.index_select(&index, 0)?),
         ),
     ] {
-        let (found, expected) = (restricted.loss(&targets, &options)?, small.loss(&places, &of_small)?);
+        let (found, expected) = (restricted.loss(&targets, &options)?, small.loss(&places, &small_options)?);
         assert_eq!(numbers(&found.value), numbers(&expected.value));
         assert_eq!(numbers(&found.count), numbers(&expected.count));
         assert_eq!(found.correct.as_ref().map(numbers), expected.correct.as_ref().map(numbers));
@@ -595,10 +602,11 @@ fn options_of_lists_follow_the_conventions_or_are_refused() -> Result<()> {
     let mixture = case.drawn(DType::F64).mixture(DType::F64, &Device::Cpu)?;
     let restricted = mixture.restricted(&case.allowed())?;
     let targets = ids(&case.targets(), &[case.positions]);
-    let (of_positions, of_classes) = (upstream(case.positions, DType::F64)?, upstream(case.vocab, DType::F64)?);
-    let options = LossOptions::new().with_position_weights(of_positions.clone()).with_class_weights(of_classes.clone());
+    let (position_weights, class_weights) = (upstream(case.positions, DType::F64)?, upstream(case.vocab, DType::F64)?);
+    let options =
+        LossOptions::new().with_position_weights(position_weights.clone()).with_class_weights(class_weights.clone());
     let loss = restricted.loss(&targets, &options)?;
-    let weights = numbers(&(of_positions * of_classes.index_select(&targets, 0)?)?);
+    let weights = numbers(&(position_weights * class_weights.index_select(&targets, 0)?)?);
     let sum: f64 = numbers(&loss.nll).iter().zip(weights.iter()).map(|(nll, weight)| nll * weight).sum();
     let count: f64 = weights.iter().sum();
     assert_relative_eq!(numbers(&loss.value), [sum / count], max_relative = 1e-13);

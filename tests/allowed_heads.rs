@@ -41,8 +41,8 @@ fn the_best_ids_are_those_of_the_set() -> Result<()> {
                 ranked.truncate(n);
                 let own = ranked.len();
                 ranked.resize(n, (f64::NEG_INFINITY, ranked[own - 1].1));
-                let (expected, of_ids): (Vec<f64>, Vec<u32>) = ranked.into_iter().unzip();
-                assert_eq!(found[t], of_ids, "{case:?} {k}");
+                let (expected, expected_ids): (Vec<f64>, Vec<u32>) = ranked.into_iter().unzip();
+                assert_eq!(found[t], expected_ids, "{case:?} {k}");
                 assert_relative_eq!(
                     Numbers::from(log_probs[t].clone()),
                     expected,
@@ -160,17 +160,18 @@ fn restricted_heads_equal_their_log_probabilities_renormalised() -> Result<()> {
         for (allowed, lists) in sets() {
             let targets: Vec<u32> = lists.iter().enumerate().map(|(t, list)| list[t % list.len()]).collect();
             let restricted = Restricted::new(head, allowed)?;
-            let of_targets = ids(&targets, &[3, 4]);
+            let target_ids = ids(&targets, &[3, 4]);
             let log_probs = head.log_probs(&hidden)?.reshape((12, 60))?;
             let mut rows = Vec::new();
             for (t, list) in lists.iter().enumerate() {
                 let index = Tensor::new(list.as_slice(), &Device::Cpu)?;
                 rows.push(log_softmax(&log_probs.get(t)?.index_select(&index, 0)?, 0)?);
             }
-            let of_target = |t: usize| rows[t].get(lists[t].iter().position(|id| *id == targets[t]).expect("allowed"));
-            let terms = (0..12).map(of_target).collect::<candle_core::Result<Vec<_>>>()?;
+            let target_log_prob =
+                |t: usize| rows[t].get(lists[t].iter().position(|id| *id == targets[t]).expect("allowed"));
+            let terms = (0..12).map(target_log_prob).collect::<candle_core::Result<Vec<_>>>()?;
             let expected = Tensor::stack(&terms, 0)?.mean_all()?.neg()?;
-            let loss = restricted.loss(&hidden, &of_targets, &LossOptions::new())?;
+            let loss = restricted.loss(&hidden, &target_ids, &LossOptions::new())?;
             assert_relative_eq!(numbers(&loss.value), numbers(&expected), max_relative = 1e-12);
             let expected = read(&vars, &expected.backward()?);
             assert_relative_eq!(
@@ -185,10 +186,10 @@ fn restricted_heads_equal_their_log_probabilities_renormalised() -> Result<()> {
             let options = ScoreOptions::new().with_entropy(true);
             assert_eq!(restricted.log_probs(&hidden)?.dims(), [3, 4, 60]);
             assert_eq!(numbers(&restricted.log_probs(&hidden)?), numbers(&mixture.log_probs()?));
-            let (a, b) = (restricted.score(&hidden, &of_targets, &options)?, mixture.score(&of_targets, &options)?);
+            let (a, b) = (restricted.score(&hidden, &target_ids, &options)?, mixture.score(&target_ids, &options)?);
             assert_eq!(numbers(&a.log_prob), numbers(&b.log_prob));
             assert_eq!(a.log_prob.dims(), [3, 4]);
-            assert_eq!(numbers(&restricted.log_prob(&hidden, &of_targets)?), numbers(&a.log_prob));
+            assert_eq!(numbers(&restricted.log_prob(&hidden, &target_ids)?), numbers(&a.log_prob));
             assert_eq!(
                 restricted.top_k(&hidden, 2)?.token_ids.flatten_all()?.to_vec1::<u32>()?,
                 mixture.top_k(2)?.token_ids.flatten_all()?.to_vec1::<u32>()?
@@ -261,10 +262,11 @@ fn distillation_sees_the_sets_of_the_positions_that_count() -> Result<()> {
             let log_teacher = log_softmax(&(&log_probs.detach() + noise)?, 2)?;
             let two = |ids: &Vec<u32>| ids.iter().take(2).copied().collect::<Vec<_>>();
             let token_ids = ids(&lists.iter().flat_map(two).collect::<Vec<_>>(), &[3, 4, 2]);
-            let of_ids = log_teacher.gather(&token_ids, 2)?;
-            for teacher in
-                [Teacher::from_log_probs(&log_teacher), Teacher::from_top_k(&token_ids, &of_ids, MissingIds::Tail)]
-            {
+            let log_probs_listed = log_teacher.gather(&token_ids, 2)?;
+            for teacher in [
+                Teacher::from_log_probs(&log_teacher),
+                Teacher::from_top_k(&token_ids, &log_probs_listed, MissingIds::Tail),
+            ] {
                 for divergence in [
                     Divergence::ForwardKl,
                     Divergence::ReverseKl,

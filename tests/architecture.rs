@@ -54,15 +54,15 @@ fn imports(module: &str, files: &Files) -> BTreeSet<String> {
     starts.push(("super::super::".to_owned(), parent(&parent(module))));
     let children = files.keys().filter_map(|path| path.strip_prefix(module)?.strip_prefix("::"));
     starts.extend(children.map(|child| (format!("{child}::"), format!("{module}::{child}"))));
-    let of_path = |c: char| c.is_alphanumeric() || c == ':' || c == '_';
+    let is_in_path = |c: char| c.is_alphanumeric() || c == ':' || c == '_';
     let mut paths = Vec::new();
     for (start, base) in starts {
-        for (at, _) in code.match_indices(&start).filter(|(at, _)| !code[..*at].ends_with(of_path)) {
+        for (at, _) in code.match_indices(&start).filter(|(at, _)| !code[..*at].ends_with(is_in_path)) {
             let rest = &code[at + start.len()..];
             if rest.starts_with("super::") {
                 continue;
             }
-            let (path, rest) = rest.split_at(rest.find(|c| !of_path(c)).unwrap_or(rest.len()));
+            let (path, rest) = rest.split_at(rest.find(|c| !is_in_path(c)).unwrap_or(rest.len()));
             let items = rest.strip_prefix('{').and_then(|rest| rest.split_once('}')).map_or("", |(items, _)| items);
             let items = items.trim().trim_end_matches(',').split(',');
             paths.extend(items.map(|item| format!("{base}::{path}{}", item.trim())));
@@ -267,9 +267,9 @@ fn every_file_that_the_documents_link_to_exists() {
 
 /// Whether a name between backquotes is that of a file or a folder.
 fn is_file(name: &str) -> bool {
-    let of_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
+    let is_in_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let endings = ["/", ".rs", ".h", ".cu", ".metal", ".md", ".sh"];
-    name.chars().all(of_path) && endings.iter().any(|ending| name.ends_with(ending))
+    name.chars().all(is_in_path) && endings.iter().any(|ending| name.ends_with(ending))
 }
 
 #[test]

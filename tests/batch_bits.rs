@@ -37,11 +37,11 @@ fn found(case: &Case, first: usize, positions: usize, dtype: DType) -> Result<Ve
     // The best ids with the forms of a draw: those of `top_k` depend on the number of rows.
     let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(50);
     let tokens = mixture.next_tokens(&vec![&request; positions])?;
-    let of_position = |(token, id): (&NextToken, u32)| {
+    let position_bits = |(token, id): (&NextToken, u32)| {
         let bits = token.best.iter().flat_map(|&(id, log_p)| [u64::from(id), log_p.to_bits()]);
         bits.chain([u64::from(id)]).collect()
     };
-    Ok(tokens.iter().zip(drawn).map(of_position).collect())
+    Ok(tokens.iter().zip(drawn).map(position_bits).collect())
 }
 
 #[test]
@@ -65,13 +65,13 @@ fn a_position_has_the_same_bits_in_every_batch() -> Result<()> {
 fn a_position_has_the_same_bits_on_every_number_of_threads() -> Result<()> {
     for (components, d, dtype) in [(1, 37, DType::F32), (15, 128, DType::F32), (4, 128, DType::BF16)] {
         let case = case(components, d, dtype)?;
-        let of_threads = |threads| {
+        let bits_on_threads = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
             pool.install(|| found(&case, 0, MOST, dtype))
         };
-        let one = of_threads(1)?;
+        let one = bits_on_threads(1)?;
         for threads in [2, 7] {
-            assert!(of_threads(threads)? == one, "{components} {d} {dtype:?} on {threads} threads");
+            assert!(bits_on_threads(threads)? == one, "{components} {d} {dtype:?} on {threads} threads");
         }
     }
     Ok(())

@@ -231,14 +231,14 @@ on_each_device! {
 
     fn bad_arguments_are_named(device: &Device) -> Result<()> {
         let model = Model::new(1, device)?;
-        let of = || BeamSearch::new(END);
+        let beam_search = || BeamSearch::new(END);
         for (search, argument) in [
-            (of().with_width(0), "width"),
-            (of().with_max_length(0), "max_length"),
-            (of().with_n_best(0), "n_best"),
-            (of().with_width(2).with_n_best(3), "n_best"),
-            (of().with_length_penalty(-1.0), "length_penalty"),
-            (of().with_max_length(2).with_min_length(3), "min_length"),
+            (beam_search().with_width(0), "width"),
+            (beam_search().with_max_length(0), "max_length"),
+            (beam_search().with_n_best(0), "n_best"),
+            (beam_search().with_width(2).with_n_best(3), "n_best"),
+            (beam_search().with_length_penalty(-1.0), "length_penalty"),
+            (beam_search().with_max_length(2).with_min_length(3), "min_length"),
             (BeamSearch::new(VOCAB as u32), "ends"),
         ] {
             let error = model.search(&search, &[1]).expect_err("out of range");
@@ -246,16 +246,16 @@ on_each_device! {
         }
         let start = Tensor::new(&[1u32, 2], device)?;
         let hidden = Tensor::zeros((3, WIDTH), DType::F32, device)?;
-        let error = of().run(&model.head, &start, |_, _| Ok::<_, Error>(hidden.clone()));
+        let error = beam_search().run(&model.head, &start, |_, _| Ok::<_, Error>(hidden.clone()));
         let error = error.expect_err("three rows for two");
         assert!(error.to_string().contains("hidden: expected shape [2, hidden], got [3, 6]"), "{error}");
-        let error = of().run(&model.head, &start.unsqueeze(0)?, |_, _| Ok::<_, Error>(hidden.clone()));
+        let error = beam_search().run(&model.head, &start.unsqueeze(0)?, |_, _| Ok::<_, Error>(hidden.clone()));
         assert!(matches!(error, Err(Error::Shape { argument: "start", .. })));
         let negative = Tensor::new(&[1i64, -1], device)?;
-        let error = of().run(&model.head, &negative, |_, _| Ok::<_, Error>(hidden.clone()));
+        let error = beam_search().run(&model.head, &negative, |_, _| Ok::<_, Error>(hidden.clone()));
         let message = error.expect_err("no token id").to_string();
         assert_eq!(message, "start: expected token ids, which fit u32, got -1 at index 1");
-        let found = of().search(VOCAB, &start, |tokens, _, k| {
+        let found = beam_search().search(VOCAB, &start, |tokens, _, k| {
             let log_probs = Tensor::zeros((tokens.dim(0)?, VOCAB), DType::F32, tokens.device())?;
             let mut top = TopK::from_log_probs(&log_probs, k)?;
             top.log_probs = top.log_probs.narrow(0, 0, 1)?;
@@ -263,7 +263,7 @@ on_each_device! {
         });
         assert!(matches!(found, Err(Error::Shape { argument: "log_probs", .. })));
         let bad_row = |bad: f32, dtype: DType| {
-            let found = of().search(VOCAB, &start, |tokens, _, k| {
+            let found = beam_search().search(VOCAB, &start, |tokens, _, k| {
                 let log_probs = Tensor::full(-2f32, (tokens.dim(0)?, VOCAB), tokens.device())?;
                 let mut top = TopK::from_log_probs(&log_probs, k)?;
                 let log_probs = Tensor::new(&[[-1f32, -1.0, -1.0], [-1.0, bad, f32::NEG_INFINITY]], tokens.device())?;
@@ -281,9 +281,9 @@ on_each_device! {
         assert_eq!(error.to_string(), expected, "the index is the token id");
         assert!(bad_row(0.01, DType::F32).is_err());
         let floats = start.to_dtype(DType::F32)?;
-        let error = of().run(&model.head, &floats, |_, _| Ok::<_, Error>(hidden.clone()));
+        let error = beam_search().run(&model.head, &floats, |_, _| Ok::<_, Error>(hidden.clone()));
         assert!(matches!(error, Err(Error::DType { argument: "start", got: DType::F32, .. })));
-        let failing = of().run(&model.head, &start, |_, _| Err(Error::from(candle_core::Error::Msg("mine".into()))));
+        let failing = beam_search().run(&model.head, &start, |_, _| Err(Error::from(candle_core::Error::Msg("mine".into()))));
         assert!(failing.expect_err("the step failed").to_string().contains("mine"));
         Ok(())
     }

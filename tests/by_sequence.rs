@@ -165,13 +165,13 @@ fn errors_name_what_does_not_fit() -> Result<()> {
     let scores = scores(&hidden, &weight)?;
     let head = SoftmaxHead::from_tensors(weight, None)?;
     let candidates = Tensor::zeros((BATCH, SEQ, 2), DType::U32, &Device::Cpu)?;
-    let of_candidates = head.score(&hidden, &candidates, &ScoreOptions::new())?;
+    let candidate_scores = head.score(&hidden, &candidates, &ScoreOptions::new())?;
     let short = mask()?.narrow(1, 0, SEQ - 1)?;
     let float = mask()?.to_dtype(DType::F32)?;
     for (scores, mask, message) in [
         (&scores, short, "mask: expected shape [4, 5], got [4, 4]"),
         (&scores, float, "mask: expected dtype u8, u32 or i64, got F32"),
-        (&of_candidates, mask()?, "log_prob: expected shape [batch, seq], got [4, 5, 2]"),
+        (&candidate_scores, mask()?, "log_prob: expected shape [batch, seq], got [4, 5, 2]"),
     ] {
         for result in [scores.sum_by_sequence(&mask), scores.mean_by_sequence(&mask)] {
             let error = result.expect_err(message);

@@ -176,8 +176,8 @@ fn every_head_has_the_gradients_of_a_matrix_of_these_rows() -> Result<()> {
         let head = SoftmaxHead::from_tensors(leaf.as_tensor().clone(), Some(bias))?;
         let hidden = tensor(&[4, 5], 1, DType::F64)?;
         let targets = Tensor::new(&[0u32, 2, 4, 8], &Device::Cpu)?;
-        let of_rows = head.loss(&hidden, &targets, &options)?.backward()?;
-        let expected = (&rows * of_rows.get(&leaf).unwrap())?.sum_all()?.backward()?;
+        let row_gradients = head.loss(&hidden, &targets, &options)?.backward()?;
+        let expected = (&rows * row_gradients.get(&leaf).unwrap())?.sum_all()?.backward()?;
         let found = gradients(&cnn, &vars, "softmax", &options)?;
         for (name, var) in by_name(&vars).into_iter().filter(|(name, _)| !name.starts_with("head")) {
             let expected = gradient(&expected, &var).unwrap();
@@ -299,9 +299,9 @@ fn sizes_that_no_machine_holds_are_errors_that_name_them() {
     assert!(error(config().with_embedding(huge)).starts_with("width * embedding * channels: expected at most"));
     assert!(error(config().with_highway(huge)).starts_with("highway: expected at most"));
     assert!(error(config().with_correction(huge)).starts_with("context_dim * correction: expected at most"));
-    let of_context = |context| CharCnnConfig::new(context).with_filters(&[(1, 2), (3, 4)]);
-    assert!(error(of_context(1 << 39)).starts_with("context_dim * channels: expected at most"));
-    let corrected = of_context(1).with_correction(1 << 39);
+    let config_with_context = |context| CharCnnConfig::new(context).with_filters(&[(1, 2), (3, 4)]);
+    assert!(error(config_with_context(1 << 39)).starts_with("context_dim * channels: expected at most"));
+    let corrected = config_with_context(1).with_correction(1 << 39);
     assert!(error(corrected).starts_with("spellings * correction: expected at most"));
     assert!(vars.all_vars().is_empty(), "a refused network leaves no variables");
 }
@@ -336,14 +336,14 @@ fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
 #[test]
 fn frozen_parameters_have_no_gradient() -> Result<()> {
     let (vars, _) = variables(&config(), DType::F32, &Device::Cpu)?;
-    let of_var: BTreeMap<_, _> = by_name(&vars);
-    let tensors = of_var.iter().map(|(name, var)| {
+    let named_vars: BTreeMap<_, _> = by_name(&vars);
+    let tensors = named_vars.iter().map(|(name, var)| {
         let is_trained = name.starts_with("projection");
         (name.clone(), if is_trained { var.as_tensor().clone() } else { var.as_tensor().detach() })
     });
     let vb = VarBuilder::from_tensors(tensors.collect(), DType::F32, &Device::Cpu);
     let gradients = CharCnn::new(&config(), &WORDS, vb)?.rows()?.sum_all()?.backward()?;
-    for (name, var) in of_var {
+    for (name, var) in named_vars {
         assert_eq!(gradients.get(&var).is_some(), name.starts_with("projection"), "{name}");
     }
     Ok(())

@@ -16,7 +16,7 @@ use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use checkpoint::{
-    assert_rank_loads, assert_same, bits, loads_with_another_cut, of_rank, tensor, whole, Folder, Tensors, DTYPES,
+    assert_rank_loads, assert_same, bits, loads_with_another_cut, rank_rows, tensor, whole, Folder, Tensors, DTYPES,
     INDEX, VOCAB,
 };
 use mos_head::distributed::{save_sharded, Collectives, ShardedCheckpoint, VocabParallel, VocabShard};
@@ -51,7 +51,7 @@ fn save_changed(
     on_ranks(ranks, |collectives| {
         let rank = collectives.rank();
         let shard = VocabShard::new(collectives, VOCAB)?;
-        let (mut rows, mut replicated) = (of_rank(rows, &shard.range()), replicated.clone());
+        let (mut rows, mut replicated) = (rank_rows(rows, &shard.range()), replicated.clone());
         change(rank, &mut rows, &mut replicated);
         save_sharded(&shard, index, &rows, &replicated)
     })
@@ -433,7 +433,7 @@ fn a_head_of_loaded_rows_has_the_loss_of_the_whole() -> Result<()> {
     let losses = |ranks: Arc<dyn Collectives>| -> Result<()> {
         let shard = VocabShard::new(ranks, VOCAB)?;
         let (rows, replicated) = tensors.clone().into_iter().partition(|(name, _)| name.starts_with("decoder."));
-        save_sharded(&shard, &saved, &of_rank(&rows, &shard.range()), &replicated)?;
+        save_sharded(&shard, &saved, &rank_rows(&rows, &shard.range()), &replicated)?;
         for path in [&plain, &saved] {
             let checkpoint = ShardedCheckpoint::open(path)?;
             let vb = checkpoint.var_builder(&shard, DType::F32, &Device::Cpu);

@@ -250,7 +250,7 @@ fn numbers_of_another_length_or_shape_are_not_close() -> Result<()> {
     let row = numbers(&Tensor::ones((1, 4), DType::F32, &Device::Cpu)?);
     assert!(!relative_eq!(square, row, max_relative = 1.0) && square != row, "another shape");
     assert!(relative_eq!(square, [1.0; 4]) && square == [1.0; 4]);
-    // Of several arrays each counts for itself.
+    // Each of several arrays counts for itself.
     let (some, all) = ([given(&[1.0])], [given(&[1.0]), given(&[100.0])]);
     assert!(!relative_eq!(some[..], all[..], max_relative = 1.0));
     let near = [given(&[1.01]), given(&[100.0])];

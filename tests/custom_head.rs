@@ -43,8 +43,8 @@ impl OutputLayer for Plain {
 
     fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let (hidden, ids) = options.mask_ignored(hidden, targets)?;
-        let of_ids = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
-        Loss::from_nll(&of_ids.squeeze(D::Minus1)?.neg()?, targets, options)
+        let log_probs_at = self.log_probs(&hidden)?.gather(&ids.unsqueeze(D::Minus1)?, D::Minus1)?;
+        Loss::from_nll(&log_probs_at.squeeze(D::Minus1)?.neg()?, targets, options)
     }
 }
 

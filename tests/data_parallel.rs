@@ -27,7 +27,7 @@ fn a_step_is_the_one_of_all_texts() {
 
 #[test]
 fn a_variable_may_have_a_gradient_on_some_ranks_alone() -> Result<()> {
-    let of_rank = |ranks: Arc<dyn Collectives>| -> Result<[Option<Vec<f32>>; 3]> {
+    let on_rank = |ranks: Arc<dyn Collectives>| -> Result<[Option<Vec<f32>>; 3]> {
         let vars = [1f32, 2.0, 3.0].map(|x| Var::new(&[x, x], &Device::Cpu));
         let vars = vars.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
         // The first on all ranks, the second on one, the third on none.
@@ -36,10 +36,10 @@ fn a_variable_may_have_a_gradient_on_some_ranks_alone() -> Result<()> {
         let mut gradients = loss.sum_all()?.backward()?;
         let named: Vec<_> = ["first", "second", "third"].map(String::from).into_iter().zip(vars.clone()).collect();
         DataParallel::new(ranks).all_reduce_named(&mut gradients, &named)?;
-        let of = |i: usize| gradients.get(&vars[i]).map(|gradient| gradient.to_vec1()).transpose();
-        Ok([of(0)?, of(1)?, of(2)?])
+        let gradient = |i: usize| gradients.get(&vars[i]).map(|gradient| gradient.to_vec1()).transpose();
+        Ok([gradient(0)?, gradient(1)?, gradient(2)?])
     };
-    for found in on_ranks(3, of_rank) {
+    for found in on_ranks(3, on_rank) {
         assert_eq!(found?, [Some(vec![6.0, 6.0]), Some(vec![7.0, 7.0]), None]);
     }
     Ok(())
@@ -57,23 +57,23 @@ fn no_targets_are_a_loss_of_zero_and_other_variables_an_error() -> Result<()> {
     }) {
         assert_eq!(found?, 0.0);
     }
-    let of_rank = |ranks: Arc<dyn Collectives>| {
+    let on_rank = |ranks: Arc<dyn Collectives>| {
         let var = Var::zeros(2 + ranks.rank(), DType::F32, &Device::Cpu)?;
         let mut gradients = var.sum_all()?.backward()?;
         DataParallel::new(ranks).all_reduce_named(&mut gradients, &[("weight".into(), var)])
     };
-    for result in on_ranks(2, of_rank) {
+    for result in on_ranks(2, on_rank) {
         assert!(
             matches!(result, Err(Error::Ranks { argument: "dtypes and shapes of the variables", .. })),
             "{result:?}"
         );
     }
     // One rank has an error of its own.
-    let of_rank = |ranks: Arc<dyn Collectives>| {
+    let on_rank = |ranks: Arc<dyn Collectives>| {
         let targets = Tensor::ones(3, if ranks.rank() == 0 { DType::F32 } else { DType::U32 }, &Device::Cpu)?;
         DataParallel::new(ranks).options(&targets, &LossOptions::new().with_reduction(Reduction::Mean)).map(|_| ())
     };
-    let found = on_ranks(2, of_rank);
+    let found = on_ranks(2, on_rank);
     assert!(matches!(found[0], Err(Error::DType { argument: "targets", .. })), "{found:?}");
     assert!(matches!(found[1], Err(Error::Ranks { .. })), "{found:?}");
     Ok(())
@@ -99,12 +99,12 @@ fn alike(ranks: &Arc<dyn Collectives>) -> Result<(VarMap, Named, GradStore)> {
 #[test]
 fn variables_of_one_shape_are_added_up_by_their_names() -> Result<()> {
     // The order of a map's variables differs from map to map.
-    let of_map = |ranks: Arc<dyn Collectives>| -> Result<Vec<f64>> {
+    let reduce_map = |ranks: Arc<dyn Collectives>| -> Result<Vec<f64>> {
         let (vars, named, mut gradients) = alike(&ranks)?;
         DataParallel::new(ranks).all_reduce(&mut gradients, &vars)?;
         named.iter().map(|(_, var)| Ok(gradients.get(var).expect("a gradient").to_vec1::<f64>()?[0])).collect()
     };
-    let of_list = |ranks: Arc<dyn Collectives>| -> Result<Vec<f64>> {
+    let reduce_list = |ranks: Arc<dyn Collectives>| -> Result<Vec<f64>> {
         let (_, named, mut gradients) = alike(&ranks)?;
         let mut listed = named.clone();
         listed.rotate_left(3 * ranks.rank());
@@ -112,7 +112,7 @@ fn variables_of_one_shape_are_added_up_by_their_names() -> Result<()> {
         named.iter().map(|(_, var)| Ok(gradients.get(var).expect("a gradient").to_vec1::<f64>()?[0])).collect()
     };
     let expected: Vec<f64> = (1..=8).map(|i| f64::from(3 * i)).collect();
-    for found in on_ranks(2, of_map).into_iter().chain(on_ranks(2, of_list)) {
+    for found in on_ranks(2, reduce_map).into_iter().chain(on_ranks(2, reduce_list)) {
         assert_eq!(found?, expected);
     }
     Ok(())
@@ -120,17 +120,17 @@ fn variables_of_one_shape_are_added_up_by_their_names() -> Result<()> {
 
 #[test]
 fn variables_of_other_names_are_an_error() {
-    let of_rank = |ranks: Arc<dyn Collectives>| {
+    let on_rank = |ranks: Arc<dyn Collectives>| {
         let (_, mut named, mut gradients) = alike(&ranks)?;
         named[5].0 = format!("layer.5.of.{}", ranks.rank());
         DataParallel::new(ranks).all_reduce_named(&mut gradients, &named)
     };
-    for found in on_ranks(2, of_rank) {
+    for found in on_ranks(2, on_rank) {
         assert!(matches!(found, Err(Error::Ranks { argument: "names of the variables", .. })), "{found:?}");
         let message = found.unwrap_err().to_string();
         assert!(message.starts_with("names of the variables, first at layer.5.of."), "{message}");
     }
-    let of_rank = |ranks: Arc<dyn Collectives>| {
+    let on_rank = |ranks: Arc<dyn Collectives>| {
         let (_, mut named, mut gradients) = alike(&ranks)?;
         if ranks.rank() == 1 {
             let var = Var::zeros((2, 2), DType::F64, &Device::Cpu)?;
@@ -139,38 +139,38 @@ fn variables_of_other_names_are_an_error() {
         }
         DataParallel::new(ranks).all_reduce_named(&mut gradients, &named)
     };
-    for found in on_ranks(2, of_rank) {
+    for found in on_ranks(2, on_rank) {
         let message = found.unwrap_err().to_string();
         assert!(message.starts_with("dtypes and shapes of the variables, first at layer.3.norm.weight: "), "{message}");
     }
-    let of_rank = |ranks: Arc<dyn Collectives>| {
+    let on_rank = |ranks: Arc<dyn Collectives>| {
         let (_, mut named, mut gradients) = alike(&ranks)?;
         named.truncate(8 - ranks.rank());
         DataParallel::new(ranks).all_reduce_named(&mut gradients, &named)
     };
-    for found in on_ranks(2, of_rank) {
+    for found in on_ranks(2, on_rank) {
         assert!(matches!(found, Err(Error::Ranks { argument: "number of variables", .. })), "{found:?}");
     }
 }
 
 #[test]
 fn a_tied_variable_is_added_up_once_and_other_ties_are_an_error() -> Result<()> {
-    let of_rank = |ranks: Arc<dyn Collectives>| -> Result<f64> {
+    let on_rank = |ranks: Arc<dyn Collectives>| -> Result<f64> {
         let (_, mut named, mut gradients) = alike(&ranks)?;
         let tied = named[2].1.clone();
         named.push(("tied.weight".into(), tied.clone()));
         DataParallel::new(ranks).all_reduce_named(&mut gradients, &named)?;
         Ok(gradients.get(&tied).expect("a gradient").to_vec1::<f64>()?[0])
     };
-    for found in on_ranks(2, of_rank) {
+    for found in on_ranks(2, on_rank) {
         assert_eq!(found?, 9.0);
     }
-    let of_rank = |ranks: Arc<dyn Collectives>| {
+    let on_rank = |ranks: Arc<dyn Collectives>| {
         let (_, mut named, mut gradients) = alike(&ranks)?;
         named.push(("tied.weight".into(), named[ranks.rank()].1.clone()));
         DataParallel::new(ranks).all_reduce_named(&mut gradients, &named)
     };
-    for found in on_ranks(2, of_rank) {
+    for found in on_ranks(2, on_rank) {
         assert!(matches!(found, Err(Error::Ranks { argument: "names of the variables", .. })), "{found:?}");
     }
     Ok(())

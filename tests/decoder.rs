@@ -28,17 +28,17 @@ on_each_device! {
                     let weight = Var::from_tensor(&copies["decoder.weight"].t()?.contiguous()?)?;
                     let mut views = copies.clone();
                     views.insert("decoder.weight", weight.t()?);
-                    let (of_view, of_copy) = (Layer::new(&case, &views)?, Layer::new(&case, &copies)?);
+                    let (with_view, with_copy) = (Layer::new(&case, &views)?, Layer::new(&case, &copies)?);
                     let (value, slope) = (Tolerance::value(dtype), Tolerance::gradient(dtype));
                     for reduction in [Reduction::Mean, Reduction::None] {
                         let options = LossOptions::new().with_reduction(reduction).with_label_smoothing(0.1);
-                        let (got, expected) = (of_view.loss(&targets, &options)?, of_copy.loss(&targets, &options)?);
+                        let (got, expected) = (with_view.loss(&targets, &options)?, with_copy.loss(&targets, &options)?);
                         assert_close("nll", &numbers(&got.nll), &numbers(&expected.nll), None, value);
                         let upstream = upstream(got.value.elem_count(), 4);
                         let (got, expected) = (backward(&got.value, &upstream)?, backward(&expected.value, &upstream)?);
-                        let of_weight = got.get(&weight).expect("a gradient").t()?;
+                        let weight_gradient = got.get(&weight).expect("a gradient").t()?;
                         let mut found = gradients(&got, &copies);
-                        found.insert("decoder.weight", numbers(&of_weight));
+                        found.insert("decoder.weight", numbers(&weight_gradient));
                         let expected = gradients(&expected, &copies);
                         assert_eq!(found.len(), expected.len());
                         for (name, expected) in expected {
@@ -46,9 +46,9 @@ on_each_device! {
                         }
                     }
                     let evaluation = LossOptions::evaluation();
-                    let (got, expected) = (of_view.loss(&targets, &evaluation)?, of_copy.loss(&targets, &evaluation)?);
+                    let (got, expected) = (with_view.loss(&targets, &evaluation)?, with_copy.loss(&targets, &evaluation)?);
                     assert_close("evaluation", &numbers(&got.nll), &numbers(&expected.nll), None, value);
-                    let (got, expected) = (of_view.log_probs()?, of_copy.log_probs()?);
+                    let (got, expected) = (with_view.log_probs()?, with_copy.log_probs()?);
                     assert_close("log_probs", &numbers(&got), &numbers(&expected), None, value);
                 }
             }
@@ -66,11 +66,11 @@ on_each_device! {
             let logits = candle_nn::Module::forward(&linear, &hidden)?;
             let expected = candle_nn::loss::cross_entropy(&logits, &targets)?;
             let bias = bias.map(Var::as_tensor);
-            let of_function = linear_cross_entropy(&hidden, &weight, bias, &targets, &LossOptions::new())?;
+            let function_loss = linear_cross_entropy(&hidden, &weight, bias, &targets, &LossOptions::new())?;
             let head = SoftmaxHead::try_from(linear)?;
             assert_eq!((head.weight()?.dims(), head.bias().is_some()), (&[31, 6][..], bias.is_some()));
-            let of_head = head.loss(&hidden, &targets, &LossOptions::new())?;
-            for loss in [of_function, of_head] {
+            let head_loss = head.loss(&hidden, &targets, &LossOptions::new())?;
+            for loss in [function_loss, head_loss] {
                 let (value, slope) = (Tolerance::value(DType::F32), Tolerance::gradient(DType::F32));
                 assert_close("value", &numbers(&loss.value), &numbers(&expected), None, value);
                 let (found, expected) = (loss.backward()?, expected.backward()?);
@@ -172,10 +172,10 @@ on_each_device! {
         };
         let found = loss_of(&adapted)?.backward()?;
         let expected = loss_of(&whole)?.backward()?;
-        let of_weight = expected.get(&whole).expect("a gradient");
-        let of_a = (b.t()?.matmul(of_weight)? * 0.5)?;
-        let of_b = (of_weight.matmul(&a.t()?)? * 0.5)?;
-        for (variable, truth) in [(&a, of_a), (&b, of_b)] {
+        let weight_gradient = expected.get(&whole).expect("a gradient");
+        let a_gradient = (b.t()?.matmul(weight_gradient)? * 0.5)?;
+        let b_gradient = (weight_gradient.matmul(&a.t()?)? * 0.5)?;
+        for (variable, truth) in [(&a, a_gradient), (&b, b_gradient)] {
             let got = found.get(variable).expect("a gradient");
             assert_close("adapter", &numbers(got), &numbers(&truth), None, Tolerance::gradient(dtype));
         }

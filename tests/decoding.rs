@@ -209,8 +209,8 @@ on_each_device! {
             let draws = ids(&layer.sample(&hidden, &mut sampler(ancestral.clone(), 12))?)?;
             assert_drawn_from(&draws, &probabilities);
             // The head computes only the contexts of the drawn components, the mixture has all: the draws agree.
-            let of_mixture = layer.mixture(&hidden, DropoutMasks::Off)?.sample(&mut sampler(ancestral, 12))?;
-            let differing = ids(&of_mixture)?.iter().zip(&draws).filter(|(a, b)| a != b).count();
+            let mixture_draws = layer.mixture(&hidden, DropoutMasks::Off)?.sample(&mut sampler(ancestral, 12))?;
+            let differing = ids(&mixture_draws)?.iter().zip(&draws).filter(|(a, b)| a != b).count();
             assert!(differing <= positions / 1000, "{differing} draws differ by more than rounding");
 
             let sampling = Sampling::new().with_component_temperature(0.5);
@@ -509,10 +509,10 @@ on_each_device! {
         // Unnormalised logits in place of log-priors.
         let logits = Tensor::new(&[[-1f32, -0.5], [-0.5, 2.0]], device)?;
         let contexts = Tensor::zeros((2, 2, 5), DType::F32, device)?;
-        let of_logits = Mixture::new(&contexts, Some(&logits), &Tensor::zeros((7, 5), DType::F32, device)?, None)?;
+        let unnormalised = Mixture::new(&contexts, Some(&logits), &Tensor::zeros((7, 5), DType::F32, device)?, None)?;
         let expected = "log_priors: expected log-probabilities, at most 0, got 2 at index 1 of position 1";
-        assert_eq!(of_logits.prune(0.1).expect_err("above zero").to_string(), expected);
-        let drawn = of_logits.sample(&mut sampler(Sampling::new().with_ancestral(true), 1));
+        assert_eq!(unnormalised.prune(0.1).expect_err("above zero").to_string(), expected);
+        let drawn = unnormalised.sample(&mut sampler(Sampling::new().with_ancestral(true), 1));
         assert_eq!(drawn.expect_err("above zero").to_string(), expected);
         for mass in [-0.1, 1.0, f64::NAN] {
             assert!(matches!(mixture.prune(mass), Err(Error::Config { argument: "mass", .. })));
@@ -521,18 +521,18 @@ on_each_device! {
     }
 
     fn options_out_of_range_are_refused(_device: &Device) -> Result<()> {
-        let of = Sampling::new;
+        let new = Sampling::new;
         for (sampling, argument) in [
-            (of().with_temperature(-0.1), "temperature"),
-            (of().with_temperature(f64::NAN), "temperature"),
-            (of().with_component_temperature(0.0), "component_temperature"),
-            (of().with_top_k(0), "top_k"),
-            (of().with_top_p(0.0), "top_p"),
-            (of().with_top_p(1.1), "top_p"),
-            (of().with_min_p(-0.1), "min_p"),
-            (of().with_min_p(f64::NAN), "min_p"),
-            (of().with_ancestral(true).with_top_k(3), "ancestral"),
-            (of().with_ancestral(true).with_temperature(0.5), "ancestral"),
+            (new().with_temperature(-0.1), "temperature"),
+            (new().with_temperature(f64::NAN), "temperature"),
+            (new().with_component_temperature(0.0), "component_temperature"),
+            (new().with_top_k(0), "top_k"),
+            (new().with_top_p(0.0), "top_p"),
+            (new().with_top_p(1.1), "top_p"),
+            (new().with_min_p(-0.1), "min_p"),
+            (new().with_min_p(f64::NAN), "min_p"),
+            (new().with_ancestral(true).with_top_k(3), "ancestral"),
+            (new().with_ancestral(true).with_temperature(0.5), "ancestral"),
         ] {
             let error = Sampler::new(sampling.clone(), 1).expect_err("out of range").to_string();
             assert!(error.starts_with(&format!("{argument}: expected")), "{sampling:?}: {error}");

@@ -147,8 +147,8 @@ impl Distill {
             Divergence::ReverseKl => weighted(&q, &(&log_q - &log_t)?)?,
             Divergence::JensenShannon(beta) => {
                 let log_m = ((&t * beta)? + (&q * (1.0 - beta))?)?.log()?;
-                let of_teacher = weighted(&t, &(&log_t - &log_m)?)?;
-                ((of_teacher * beta)? + (weighted(&q, &(&log_q - &log_m)?)? * (1.0 - beta))?)?
+                let teacher_part = weighted(&t, &(&log_t - &log_m)?)?;
+                ((teacher_part * beta)? + (weighted(&q, &(&log_q - &log_m)?)? * (1.0 - beta))?)?
             }
             Divergence::TotalVariation => (&t - &q)?.relu()?.sum(D::Minus1)?,
             Divergence::NegLogAcceptance => t.minimum(&q)?.sum(D::Minus1)?.log()?.neg()?,
@@ -187,18 +187,18 @@ impl Distill {
         let denominator = if self.reduction == Reduction::Mean { count } else { 1.0 };
         let expected = ((&objective * Tensor::new(weights.clone(), &Device::Cpu)?)?.sum_all()? / denominator)?;
         let counted: Vec<u32> = (0u32..).zip(&weights).filter(|(_, &w)| w != 0.0).map(|(t, _)| t).collect();
-        let of_counted = objective.index_select(&Tensor::new(counted, &Device::Cpu)?, 0)?;
+        let counted_nll = objective.index_select(&Tensor::new(counted, &Device::Cpu)?, 0)?;
         let name = format!("{self:?} in {dtype:?}");
         for (found, expected) in
-            [(&loss.value, &expected), (&loss.sum, &(&expected * denominator)?), (&loss.nll, &of_counted)]
+            [(&loss.value, &expected), (&loss.sum, &(&expected * denominator)?), (&loss.nll, &counted_nll)]
         {
             let found = numbers(found).named(&name);
             assert_relative_eq!(found, numbers(expected), max_relative = tolerance);
         }
         assert_abs_diff_eq!(numbers(&loss.count), [count], epsilon = 1e-5);
-        let of_rounding = if matches!(dtype, DType::F64 | DType::F32) { 0.0 } else { 1e-2 };
+        let rounding = if matches!(dtype, DType::F64 | DType::F32) { 0.0 } else { 1e-2 };
         let (found, expected) = (gradients(&loss.backward()?, &vars), gradients(&expected.backward()?, &truth));
-        assert_near(&name, &found, &expected, 4.0 * tolerance + of_rounding);
+        assert_near(&name, &found, &expected, 4.0 * tolerance + rounding);
         Ok(())
     }
 }
@@ -243,13 +243,13 @@ fn so_they_do_with_every_option() -> Result<()> {
                 Distill { hard_weight: 1.0, ..case() }.check(dtype, tolerance)?;
                 Distill { hard_weight: 0.3, ignores: true, weighted: true, ..case() }.check(dtype, tolerance)?;
                 Distill { ignores: true, reduction: Reduction::Sum, ..case() }.check(dtype, tolerance)?;
-                let of_student = |student: Problem| Distill { student, ..case() };
+                let with_student = |student: Problem| Distill { student, ..case() };
                 let student = case().student;
                 for function in [LogitFunction::Softcap(1.5), LogitFunction::Sigsoftmax] {
-                    of_student(Problem { function, logit_scale: 0.6, ..student }).check(dtype, tolerance)?;
+                    with_student(Problem { function, logit_scale: 0.6, ..student }).check(dtype, tolerance)?;
                 }
-                of_student(Problem { spread: 8.0, ..student }).check(dtype, 10.0 * tolerance)?;
-                let tempered = of_student(Problem { temperature: 1.7, ..student });
+                with_student(Problem { spread: 8.0, ..student }).check(dtype, 10.0 * tolerance)?;
+                let tempered = with_student(Problem { temperature: 1.7, ..student });
                 tempered.check(dtype, tolerance)?;
                 tempered.check(DType::F32, 1e-4)?;
                 if !matches!(kind, Kind::List(..)) {
@@ -282,14 +282,14 @@ on_each_device! {
 fn chunks_do_not_change_them() -> Result<()> {
     for kind in [Kind::Mixture, Kind::Tensor, Kind::List(8, MissingIds::Tail)] {
         let case = || Distill { ignores: true, ..Distill::new(61, 3, 300, kind, Divergence::ForwardKl) };
-        let of_budget =
+        let with_budget =
             |bytes| Distill { student: Problem { workspace_bytes: Some(bytes), ..case().student }, ..case() };
-        let least = match of_budget(0).check(DType::F32, 1.0) {
+        let least = match with_budget(0).check(DType::F32, 1.0) {
             Err(Error::Workspace { least, .. }) => least,
             other => panic!("a workspace of 0 bytes: {other:?}"),
         };
         for factor in [2, 4] {
-            of_budget(factor * least).check(DType::F32, 2e-5)?;
+            with_budget(factor * least).check(DType::F32, 2e-5)?;
         }
     }
     Ok(())
@@ -340,8 +340,8 @@ fn the_laws_of_divergences_hold() -> Result<()> {
         let top = teacher.top_k(23)?;
         for divergence in DIVERGENCES {
             let list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
-            let of_list = student.distill(&list, &DistillOptions::new(divergence))?.value.to_scalar::<f64>()?;
-            assert_abs_diff_eq!(of_list, value(&student, &teacher, divergence)?, epsilon = 1e-12);
+            let list_value = student.distill(&list, &DistillOptions::new(divergence))?.value.to_scalar::<f64>()?;
+            assert_abs_diff_eq!(list_value, value(&student, &teacher, divergence)?, epsilon = 1e-12);
         }
     }
     Ok(())
@@ -355,12 +355,12 @@ fn impossible_ids_have_finite_values_and_gradients() -> Result<()> {
         let bias = Tensor::new(bias.clone(), &Device::Cpu)?.to_dtype(dtype)?;
         let var = |shape: &[usize]| Var::from_tensor(&values::tensor(shape, shape[0], dtype).expect("numbers"));
         let (contexts, weight) = (var(&[6, 5])?, var(&[30, 5])?);
-        for (of_student, of_teacher) in [(Some(&bias), Some(&bias)), (None, Some(&bias))] {
-            let student = Mixture::new(&contexts.unsqueeze(1)?, None, &weight, of_student)?;
+        for (student_bias, teacher_bias) in [(Some(&bias), Some(&bias)), (None, Some(&bias))] {
+            let student = Mixture::new(&contexts.unsqueeze(1)?, None, &weight, student_bias)?;
             let other = (contexts.detach() * -0.5)?.unsqueeze(1)?;
-            let teacher = Mixture::new(&other, None, &weight, of_teacher)?;
+            let teacher = Mixture::new(&other, None, &weight, teacher_bias)?;
             for divergence in DIVERGENCES {
-                let is_infinite = divergence == Divergence::ReverseKl && of_student.is_none();
+                let is_infinite = divergence == Divergence::ReverseKl && student_bias.is_none();
                 for temperature in [1.0, 2.0] {
                     let options = DistillOptions::new(divergence).with_temperature(temperature);
                     let loss = student.distill(&Teacher::from_mixture(&teacher), &options);
@@ -462,8 +462,8 @@ fn every_output_layer_distills() -> Result<()> {
     let hidden = uniform(&[2, 3, 8], 1.7, 1)?;
     let teacher = SoftmaxHead::from_tensors(uniform(&[60, 8], 1.7, 2)?, None)?;
     let top = teacher.top_k(&hidden, 5)?;
-    let of_mixture = Teacher::from_mixture(&teacher.mixture(&hidden, DropoutMasks::Off)?);
-    let of_list = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
+    let mixture_teacher = Teacher::from_mixture(&teacher.mixture(&hidden, DropoutMasks::Off)?);
+    let list_teacher = Teacher::from_top_k(&top.token_ids, &top.log_probs, MissingIds::Tail);
     let students: [Box<dyn OutputLayer>; 2] = [
         Box::new(AdaptiveSoftmax::new(&AdaptiveConfig::new(8, 60, vec![20]), vb.pp("adaptive"))?),
         Box::new(MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 60, 3), vb.pp("mos"))?),
@@ -473,12 +473,12 @@ fn every_output_layer_distills() -> Result<()> {
         // A tensor of its log-probabilities is a student too.
         let log_probs = student.log_probs(&hidden)?;
         for divergence in DIVERGENCES {
-            for teacher in [&of_mixture, &of_list] {
+            for teacher in [&mixture_teacher, &list_teacher] {
                 let options = DistillOptions::new(divergence).with_targets(targets.clone()).with_ignore_index(-1);
                 let options = options.with_hard_weight(0.4);
                 let loss = student.distill(&hidden, teacher, &options)?;
-                let of_log_probs = Given(log_probs.reshape((6, 60))?);
-                let expected = of_log_probs.distill(&places(&[2, 3, 1])?, teacher, &options)?;
+                let given = Given(log_probs.reshape((6, 60))?);
+                let expected = given.distill(&places(&[2, 3, 1])?, teacher, &options)?;
                 assert_abs_diff_eq!(numbers(&loss.value), numbers(&expected.value), epsilon = 1e-12);
                 assert_eq!(loss.count.to_scalar::<f64>()?, 5.0);
                 let vars = vars.all_vars();

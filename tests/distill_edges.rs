@@ -34,12 +34,12 @@ fn no_positions_and_ignored_ones_have_no_loss() -> Result<()> {
         ];
         let ids = Tensor::zeros((positions, 2), DType::U32, &Device::Cpu)?;
         let none = Tensor::full(-1i64, positions, &Device::Cpu)?;
-        let of_ids = Tensor::zeros((positions, 2), DType::F32, &Device::Cpu)?;
+        let listed = Tensor::zeros((positions, 2), DType::F32, &Device::Cpu)?;
         let full = Tensor::zeros((positions, 10), DType::F32, &Device::Cpu)?;
         for (i, student) in students.iter().enumerate() {
             let hidden = tensor(&[positions, student.hidden_size()], 3, DType::F32)?;
             for divergence in DIVERGENCES {
-                let lists = MISSING.map(|missing| (Teacher::from_top_k(&ids, &of_ids, missing), missing));
+                let lists = MISSING.map(|missing| (Teacher::from_top_k(&ids, &listed, missing), missing));
                 let finite = |missing| divergence != Divergence::ReverseKl || missing == MissingIds::Tail;
                 let lists = lists.into_iter().filter(|(_, missing)| finite(*missing)).map(|(teacher, _)| teacher);
                 for teacher in lists.chain([Teacher::from_log_probs(&full)]) {
@@ -175,10 +175,10 @@ fn a_mass_that_underflows_outside_a_list_has_its_gradient() -> Result<()> {
         let log_outside = 1f64.exp().ln_1p() - x;
         let expected = 0.9 * 0.9f64.ln() + 0.1 * (0.1f64.ln() - log_outside);
         let share = 1f64.exp() / (1.0 + 1f64.exp());
-        let of_bias = [-0.1 * (1.0 - share), 0.1, -0.1 * share];
+        let bias_gradient = [-0.1 * (1.0 - share), 0.1, -0.1 * share];
         for loss in [student.distill(&teacher, &options)?, given.distill(&places(&[1, 1])?, &teacher, &options)?] {
             assert_relative_eq!(numbers(&loss.value), [expected], max_relative = 1e-6);
-            assert_abs_diff_eq!(gradient(&loss.backward()?, &bias).expect("a gradient"), of_bias, epsilon = 1e-5);
+            assert_abs_diff_eq!(gradient(&loss.backward()?, &bias).expect("a gradient"), bias_gradient, epsilon = 1e-5);
         }
     }
     Ok(())
@@ -284,8 +284,8 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
     let student = SoftmaxHead::from_tensors(weight, Some(bias))?;
     let ids = Tensor::new(&[[0u32, 1]], &Device::Cpu)?.repeat((3, 1))?;
     for (left, is_infinite) in [(0.2, true), (0.0, false)] {
-        let of_ids = Tensor::new(&[[0.5 - left, 0.5]], &Device::Cpu)?.log()?.repeat((3, 1))?;
-        let teacher = Teacher::from_top_k(&ids, &of_ids, MissingIds::Tail);
+        let listed = Tensor::new(&[[0.5 - left, 0.5]], &Device::Cpu)?.log()?.repeat((3, 1))?;
+        let teacher = Teacher::from_top_k(&ids, &listed, MissingIds::Tail);
         let loss = student.distill(&hidden, &teacher, &DistillOptions::default());
         if is_infinite {
             assert_eq!(position(loss), 0)
@@ -303,8 +303,8 @@ fn a_weight_that_underflows_leaves_the_objective_of_its_position() -> Result<()>
     let hidden = Tensor::ones((2, 1), DType::F32, &Device::Cpu)?;
     let log_probs = Tensor::new(&[[0.2f32, 0.5, 0.3], [0.6, 0.1, 0.3]], &Device::Cpu)?.log()?;
     let ids = Tensor::new(&[[0u32, 1], [2, 0]], &Device::Cpu)?;
-    let of_ids = log_probs.gather(&ids, 1)?;
-    for teacher in [Teacher::from_log_probs(&log_probs), Teacher::from_top_k(&ids, &of_ids, MissingIds::Tail)] {
+    let listed = log_probs.gather(&ids, 1)?;
+    for teacher in [Teacher::from_log_probs(&log_probs), Teacher::from_top_k(&ids, &listed, MissingIds::Tail)] {
         let nll = |options: DistillOptions| {
             student.distill(&hidden, &teacher, &options)?.nll.to_vec1::<f32>().map_err(Error::from)
         };

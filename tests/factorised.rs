@@ -161,8 +161,8 @@ on_each_device! {
             let (head, hidden, _) = build(kind, &kind.random(&[VOCAB], seed)?, dtype, device)?;
             for ids in [DType::U8, DType::U32, DType::I64] {
                 let tokens = Tensor::arange(0u32, VOCAB as u32, device)?.to_dtype(ids)?;
-                let of_ids = head.log_probs(&hidden)?.gather(&tokens.to_dtype(DType::U32)?.unsqueeze(1)?, 1)?.squeeze(1)?;
-                assert_near("log_prob", &numbers(&head.log_prob(&hidden, &tokens)?), &numbers(&of_ids), tolerance(dtype));
+                let log_probs_at = head.log_probs(&hidden)?.gather(&tokens.to_dtype(DType::U32)?.unsqueeze(1)?, 1)?.squeeze(1)?;
+                assert_near("log_prob", &numbers(&head.log_prob(&hidden, &tokens)?), &numbers(&log_probs_at), tolerance(dtype));
             }
         }
         Ok(())
@@ -183,14 +183,14 @@ on_each_device! {
             let with_penalty = loss.backward_with(&penalty)?;
             let (own, again, candles) = (loss.backward()?, loss.backward()?, other.value.backward()?);
             for (name, tensor) in &tensors {
-                let of = |store: &candle_core::backprop::GradStore| numbers(store.get(tensor).expect(name));
-                assert_near(name, &of(&again), &of(&own), tolerance(dtype));
-                assert_near(name, &of(&candles), &of(&own), tolerance(dtype));
-                let mut expected = of(&own);
+                let gradient = |store: &candle_core::backprop::GradStore| numbers(store.get(tensor).expect(name));
+                assert_near(name, &gradient(&again), &gradient(&own), tolerance(dtype));
+                assert_near(name, &gradient(&candles), &gradient(&own), tolerance(dtype));
+                let mut expected = gradient(&own);
                 if name == "hidden" {
                     expected.iter_mut().zip(numbers(tensor)).for_each(|(g, x)| *g += 2.0 * x);
                 }
-                assert_near(name, &of(&with_penalty), &expected, tolerance(dtype));
+                assert_near(name, &gradient(&with_penalty), &expected, tolerance(dtype));
             }
         }
         Ok(())
@@ -254,8 +254,8 @@ on_each_device! {
         for (seed, kind) in (80..).zip(KINDS) {
             let (head, hidden, tensors) = build(kind, &kind.random(&LEAD, seed)?, DType::F32, device)?;
             let targets = Tensor::new(&[[0u32, 22, 5, 3], [1, 9, 14, 15], [1, 5, 21, 8]], device)?;
-            let (strided, of_strided) = (hidden.transpose(0, 1)?, targets.t()?);
-            let loss = head.loss(&strided, &of_strided, &training())?;
+            let (strided, strided_targets) = (hidden.transpose(0, 1)?, targets.t()?);
+            let loss = head.loss(&strided, &strided_targets, &training())?;
             let expected = head.loss(&hidden, &targets, &training())?;
             assert_near("value", &numbers(&loss.value), &numbers(&expected.value), 1e-6);
             assert_near("nll", &numbers(&loss.nll), &numbers(&expected.nll.t()?.contiguous()?), 1e-6);

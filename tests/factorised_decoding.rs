@@ -50,7 +50,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn of_equals_the_lowest_id_is_first(device: &Device) -> Result<()> {
+    fn the_lowest_id_is_first_among_equals(device: &Device) -> Result<()> {
         // Four classes of four ids, mixed: every id has the probability 1 / 16.
         let classes = Classes::Given((0..16).map(|id| (id * 5 + 3) % 4).collect());
         let config = HierarchicalConfig::new(HIDDEN, 16).with_classes(classes);

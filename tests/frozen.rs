@@ -175,8 +175,8 @@ on_each_device! {
                     assert!(!trained(&vars, expected).is_empty(), "{name}: {result} trains nothing");
                     let trained = trained(&vars, &found);
                     assert!(trained.is_empty(), "{name}: {result} trains {trained:?}");
-                    let of = |store: &GradStore| numbers(store.get(&hidden).expect("a gradient of the hidden states"));
-                    assert_close(name, &of(&found), &of(expected), None, Tolerance::gradient(dtype).condition(8.0));
+                    let hidden_gradient = |store: &GradStore| numbers(store.get(&hidden).expect("a gradient of the hidden states"));
+                    assert_close(name, &hidden_gradient(&found), &hidden_gradient(expected), None, Tolerance::gradient(dtype).condition(8.0));
                 }
             }
         }
@@ -195,9 +195,9 @@ on_each_device! {
         let rows = MixtureOfSoftmaxes::with_char_cnn(&config, cnn(4, vb.clone())?, vb.clone())?;
         // B of an adapter is not zero.
     fill(&vars, 0.7)?;
-        let [projection, of_adapter] =
+        let [projection, factors] =
             [&["latent.bias", "latent.weight", "prior.weight"], &["adapter.lora_A.weight", "adapter.lora_B.weight"][..]];
-        let both = [of_adapter, projection].concat();
+        let both = [factors, projection].concat();
         for (name, head, frozen, expected) in [
             ("no adapter", plain.clone(), plain.clone().with_frozen_decoder()?, projection),
             ("an adapter", before.clone(), before.clone().with_frozen_decoder()?, &both),

@@ -157,9 +157,9 @@ on_each_device! {
                 assert_eq!(gradient != plain[name], ["decoder.weight", input].contains(&name), "{head:?} {name}");
             }
             // A penalty of the loss itself.
-            let of_value = (loss.value.sqr()? * 0.5)?;
-            let expected = gradients(&(&loss.value + &of_value)?.backward()?, &tensors);
-            for (name, gradient) in gradients(&loss.backward_with(&of_value)?, &tensors) {
+            let penalty = (loss.value.sqr()? * 0.5)?;
+            let expected = gradients(&(&loss.value + &penalty)?.backward()?, &tensors);
+            for (name, gradient) in gradients(&loss.backward_with(&penalty)?, &tensors) {
                 assert_close(name, &gradient, &expected[name], None, Tolerance::gradient(dtype));
                 assert_ne!(gradient, plain[name], "{head:?} {name}");
             }
@@ -205,16 +205,16 @@ on_each_device! {
                         tensors.insert(input, tensors[input].broadcast_add(&shift)?);
                     }
                     let mut loss = Layer::new(&case, &tensors)?.loss(&case.target_tensor(device)?, &options)?;
-                    let of_loss = loss.backward()?;
+                    let loss_gradients = loss.backward()?;
                     loss.value = loss.value.sum_all()?;
-                    let of_value = loss.value.backward()?;
+                    let value_gradients = loss.value.backward()?;
                     tensors.insert("decoder.weight", decoder.clone());
-                    let (of_loss, of_value) = (gradients(&of_loss, &tensors), gradients(&of_value, &tensors));
-                    assert!(of_loss.contains_key("decoder.weight"), "{head:?} {name}");
-                    assert_eq!(of_loss.keys().collect::<Vec<_>>(), of_value.keys().collect::<Vec<_>>());
-                    for (operand, expected) in &of_value {
+                    let (loss_gradients, value_gradients) = (gradients(&loss_gradients, &tensors), gradients(&value_gradients, &tensors));
+                    assert!(loss_gradients.contains_key("decoder.weight"), "{head:?} {name}");
+                    assert_eq!(loss_gradients.keys().collect::<Vec<_>>(), value_gradients.keys().collect::<Vec<_>>());
+                    for (operand, expected) in &value_gradients {
                         let label = format!("{head:?} {reduction:?} {name} {operand}");
-                        assert_close(&label, &of_loss[operand], expected, None, Tolerance::gradient(DType::F32));
+                        assert_close(&label, &loss_gradients[operand], expected, None, Tolerance::gradient(DType::F32));
                     }
                 }
             }

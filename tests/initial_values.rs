@@ -20,7 +20,7 @@ fn config() -> MixtureConfig {
 }
 
 fn latent_weight() -> Result<Tensor> {
-    // Of variance one.
+    // The variance is one.
     Ok(uniform(&[COMPONENTS * CONTEXT, HIDDEN], 3f64.sqrt(), 1)?.to_dtype(DType::F32)?)
 }
 
@@ -109,12 +109,12 @@ fn equal_components_with_zero_priors_get_equal_gradients() -> Result<()> {
     let hidden = tensor(&[5, HIDDEN], 1, DType::F64)?;
     let targets = Tensor::new(&[1u32, 2, 3, 4, 5], &Device::Cpu)?;
     let gradients = head.loss(&hidden, &targets, &LossOptions::new())?.backward()?;
-    let of = |var: &Var| gradients.get(var).expect("a gradient").to_vec2::<f64>();
-    let of_weight = of(&weight)?;
-    for (first, other) in of_weight[..CONTEXT].iter().cycle().zip(&of_weight[CONTEXT..]) {
+    let gradient = |var: &Var| gradients.get(var).expect("a gradient").to_vec2::<f64>();
+    let weight_gradient = gradient(&weight)?;
+    for (first, other) in weight_gradient[..CONTEXT].iter().cycle().zip(&weight_gradient[CONTEXT..]) {
         assert!(first.iter().zip(other).all(|(a, b)| (a - b).abs() < 1e-14 && *a != 0.0), "{first:?} {other:?}");
     }
-    assert!(of(&prior)?.iter().flatten().all(|slope| slope.abs() < 1e-14), "{:?}", of(&prior)?);
+    assert!(gradient(&prior)?.iter().flatten().all(|slope| slope.abs() < 1e-14), "{:?}", gradient(&prior)?);
     Ok(())
 }
 

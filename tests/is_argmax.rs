@@ -102,7 +102,7 @@ on_each_device! {
         Ok(())
     }
 
-    fn of_equals_the_lowest_is_it(device: &Device) -> Result<()> {
+    fn the_lowest_of_equals_is_it(device: &Device) -> Result<()> {
         for components in [1, 3] {
             let case = Problem::new(12, components, 8, 900);
             let mut operands = case.operands(&case.drawn(DType::F32).constants(DType::F32, device)?)?;
@@ -263,13 +263,13 @@ fn a_loss_of_scores_refuses_it() -> Result<()> {
 fn trained_heads_tell_it_of_the_targets_of_a_text() -> Result<()> {
     let text = include_str!("../README.md").as_bytes();
     let features = uniform(&[256, 24], 1.7, 2)?.to_dtype(DType::F32)?;
-    let of = |offset: usize| -> Result<Tensor> {
+    let shifted = |offset: usize| -> Result<Tensor> {
         let ids: Vec<u32> = text[offset..].iter().take(text.len() - 2).map(|&byte| u32::from(byte)).collect();
         Ok(Tensor::new(ids, &Device::Cpu)?)
     };
-    let hidden = [0, 1].map(|offset| Ok::<_, Error>(features.index_select(&of(offset)?, 0)?));
+    let hidden = [0, 1].map(|offset| Ok::<_, Error>(features.index_select(&shifted(offset)?, 0)?));
     let [before, last] = hidden;
-    let (hidden, targets) = (Tensor::cat(&[before?, last?], 1)?, of(2)?);
+    let (hidden, targets) = (Tensor::cat(&[before?, last?], 1)?, shifted(2)?);
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     let heads: [Box<dyn OutputLayer>; 2] = [

@@ -287,15 +287,15 @@ fn reverse_blocks(values: &mut [f64], components: usize, width: usize) {
 
 /// Asserts that sums, counts and gradients of parameters add up, and that results per position are concatenated.
 fn assert_adds_up(parts: &[Answer], whole: &Answer, dtype: DType) {
-    let sum = |of: &dyn Fn(&Answer) -> Numbers| {
-        let mut parts = parts.iter().map(of);
+    let sum = |values: &dyn Fn(&Answer) -> Numbers| {
+        let mut parts = parts.iter().map(values);
         let mut sum = parts.next().expect("two parts");
         for part in parts {
             sum.iter_mut().zip(part).for_each(|(x, y)| *x += y);
         }
         sum
     };
-    let chain = |of: &dyn Fn(&Answer) -> Numbers| -> Numbers { parts.iter().flat_map(of).collect() };
+    let chain = |values: &dyn Fn(&Answer) -> Numbers| -> Numbers { parts.iter().flat_map(values).collect() };
     let value = Tolerance::value(dtype);
     let totals: [fn(&Loss) -> &Tensor; 3] = [|l| &l.value, |l| &l.sum, |l| &l.count];
     for total in totals {
@@ -305,9 +305,9 @@ fn assert_adds_up(parts: &[Answer], whole: &Answer, dtype: DType) {
     let got = chain(&|answer| numbers(&answer.loss.nll));
     assert_close("nll", &got, &numbers(&whole.loss.nll), None, value);
     for (&name, expected) in &whole.gradients {
-        let of = |answer: &Answer| answer.gradients[name].clone();
+        let gradient = |answer: &Answer| answer.gradients[name].clone();
         let is_per_position = ["hidden", "contexts", "log_priors"].contains(&name);
-        let got = if is_per_position { chain(&of) } else { sum(&of) };
+        let got = if is_per_position { chain(&gradient) } else { sum(&gradient) };
         let tolerance = Tolerance::gradient(dtype).least_scale(LEAST_SCALE);
         assert_close(name, &got, expected, None, tolerance);
     }

@@ -179,10 +179,10 @@ fn check(case: &Case, dtype: DType, device: &Device, tolerance: f64) -> Result<(
                 let entropy: f64 = log_probs.iter().map(|log_p| -log_p.exp() * log_p).sum();
                 let mut order: Vec<usize> = (0..log_probs.len()).collect();
                 order.sort_by(|&a, &b| log_probs[b].total_cmp(&log_probs[a]));
-                let (best, of_best): (Vec<u32>, Vec<f64>) = token.best.iter().copied().unzip();
+                let (best, best_log_probs): (Vec<u32>, Vec<f64>) = token.best.iter().copied().unzip();
                 assert!(best.iter().map(|&id| id as usize).eq(order[..4].iter().copied()), "{best:?} {order:?}");
                 let found = [token.log_prob, token.sampled_log_prob, token.entropy.expect("asked for")];
-                let found: Numbers = found.into_iter().chain(of_best).collect();
+                let found: Numbers = found.into_iter().chain(best_log_probs).collect();
                 let mut expected = vec![log_probs[id], p[id].ln(), entropy];
                 expected.extend(order[..4].iter().map(|&id| log_probs[id]));
                 assert_abs_diff_eq!(found.named(format!("{which} {sampling:?}")), expected, epsilon = tolerance);
@@ -273,18 +273,18 @@ fn a_request_draws_the_same_alone_in_any_batch_and_on_any_threads() -> Result<()
         let request =
             |t: usize| request(&samplings[t % samplings.len()], 100 + t as u64, &constraints[t % constraints.len()]);
         let requests: Vec<TokenRequest> = (0..70).map(request).collect::<Result<_>>()?;
-        let of_range = |first: usize, n: usize| -> Result<Vec<NextToken>> {
+        let tokens_in = |first: usize, n: usize| -> Result<Vec<NextToken>> {
             let requests: Vec<_> = requests[first..first + n].iter().collect();
             all.at(first..first + n).mixture(DType::F32, &Device::Cpu)?.next_tokens(&requests)
         };
-        let expected = of_range(0, 70)?;
+        let expected = tokens_in(0, 70)?;
         for (first, n) in (0..70).map(|t| (t, 1)).chain([(3, 2), (11, 9), (20, 50)]) {
-            assert_eq!(of_range(first, n)?, expected[first..first + n], "K = {components}: {n} from {first}");
+            assert_eq!(tokens_in(first, n)?, expected[first..first + n], "K = {components}: {n} from {first}");
         }
         for threads in [1, 2, 7] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-            assert_eq!(pool.install(|| of_range(0, 70))?, expected, "{threads} threads");
-            assert_eq!(pool.install(|| of_range(7, 1))?, expected[7..8], "{threads} threads");
+            assert_eq!(pool.install(|| tokens_in(0, 70))?, expected, "{threads} threads");
+            assert_eq!(pool.install(|| tokens_in(7, 1))?, expected[7..8], "{threads} threads");
         }
     }
     Ok(())
@@ -397,15 +397,15 @@ fn ids_of_the_text_outside_the_vocabulary_change_nothing() -> Result<()> {
                     plain.push(new(seed)?.with_prompt(prompt));
                     with_images.push(new(seed)?.with_prompt(&[23, u32::MAX]).with_prompt(prompt).with_prompt(&[23]));
                 }
-                let of = |requests: &[TokenRequest]| -> Result<[Vec<NextToken>; 2]> {
+                let answers = |requests: &[TokenRequest]| -> Result<[Vec<NextToken>; 2]> {
                     let requests: Vec<&TokenRequest> = requests.iter().collect();
                     Ok([mixture.next_tokens(&requests)?, NextToken::from_log_probs(&log_probs, &requests)?])
                 };
-                assert_eq!(of(&plain)?, of(&with_images)?, "{constraints:?} {sampling:?}");
+                assert_eq!(answers(&plain)?, answers(&with_images)?, "{constraints:?} {sampling:?}");
                 // One that was generated has its place in the text.
                 with_images.iter_mut().for_each(|request| request.push(1000));
                 assert!(with_images.iter().all(|request| request.generated() == 1));
-                of(&with_images)?;
+                answers(&with_images)?;
             }
         }
     }

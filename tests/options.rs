@@ -366,11 +366,11 @@ on_each_device! {
             let layer = Layer::new(&case, &case.constants(DType::F32, device)?)?;
             let targets = case.target_tensor(device)?;
             let values = |dtype| -> Result<_> {
-                let of_positions = Tensor::new(weights(POSITIONS, 3), &Device::Cpu)?.reshape((2, 5))?.to_dtype(dtype)?;
-                let of_classes = Tensor::new(weights(SIZES.vocab, 4), &Device::Cpu)?.to_dtype(dtype)?;
+                let position_weights = Tensor::new(weights(POSITIONS, 3), &Device::Cpu)?.reshape((2, 5))?.to_dtype(dtype)?;
+                let class_weights = Tensor::new(weights(SIZES.vocab, 4), &Device::Cpu)?.to_dtype(dtype)?;
                 let options = LossOptions::new()
-                    .with_position_weights(of_positions.to_device(device)?)
-                    .with_class_weights(of_classes.to_device(device)?);
+                    .with_position_weights(position_weights.to_device(device)?)
+                    .with_class_weights(class_weights.to_device(device)?);
                 Ok(numbers(&layer.loss(&targets, &options)?.value))
             };
             for &dtype in dtypes(device) {

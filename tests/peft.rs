@@ -79,8 +79,9 @@ fn an_adapter_that_is_saved_is_read_again() -> Result<()> {
             assert_eq!((loaded.a().dtype(), loaded.b().dtype()), (dtype, dtype));
             assert_abs_diff_eq!(loaded.scale(), scale, epsilon = 1e-15);
             let hidden = random(4, HIDDEN).to_dtype(dtype)?;
-            let of = |adapter| -> Result<_> { Ok(numbers(&head.clone().with_adapter(adapter)?.log_probs(&hidden)?)) };
-            assert_eq!(of(loaded)?, of(adapter)?);
+            let adapted =
+                |adapter| -> Result<_> { Ok(numbers(&head.clone().with_adapter(adapter)?.log_probs(&hidden)?)) };
+            assert_eq!(adapted(loaded)?, adapted(adapter)?);
         }
     }
     Ok(())
@@ -145,7 +146,7 @@ fn what_does_not_fit_is_an_error_that_names_both() {
         folder.write(config, tensors);
         message(LowRankAdapter::load(&folder.0, &decoder(DType::F32)), file)
     };
-    let of = |a: Tensor, b: Tensor| [(names[0], a), (names[1], b)];
+    let tensors = |a: Tensor, b: Tensor| [(names[0], a), (names[1], b)];
     let file = "adapter_model.safetensors";
     for (a, b, expected) in [
         // Another rank, another width, another vocabulary.
@@ -156,19 +157,19 @@ fn what_does_not_fit_is_an_error_that_names_both() {
     ] {
         let got = if expected.contains("lora_A") { a.dims() } else { b.dims() };
         let got = format!("got {got:?}");
-        let found = load(&good, &of(a, b), file);
+        let found = load(&good, &tensors(a, b), file);
         assert!(found.contains(expected) && found.ends_with(&got), "{found}");
     }
     let (a, b) = (random(4, HIDDEN), random(VOCAB, 4));
     let found = load(&good, &[(names[0], a.clone())], file);
     assert!(found.ends_with("expected a tensor base_model.model.lm_head.lora_B.weight, got none"), "{found}");
-    let twice = [of(a.clone(), b.clone()).to_vec(), vec![("lm_head.lora_A.weight", a.clone())]].concat();
+    let twice = [tensors(a.clone(), b.clone()).to_vec(), vec![("lm_head.lora_A.weight", a.clone())]].concat();
     assert!(load(&good, &twice, file).contains("expected one tensor"));
     let biased =
-        [of(a.clone(), b.clone()).to_vec(), vec![("base_model.model.lm_head.lora_B.bias", b.clone())]].concat();
+        [tensors(a.clone(), b.clone()).to_vec(), vec![("base_model.model.lm_head.lora_B.bias", b.clone())]].concat();
     assert!(load(&good, &biased, file).contains("lora_B.bias too"));
     let integers = Tensor::zeros((4, HIDDEN), DType::U32, &Device::Cpu).expect("a tensor");
-    assert!(load(&good, &of(integers, b.clone()), file).contains("in f32, got U32"));
+    assert!(load(&good, &tensors(integers, b.clone()), file).contains("in f32, got U32"));
 
     for (config, expected) in [
         (json!([1]), "a configuration of PEFT's, got no object"),
@@ -183,7 +184,7 @@ fn what_does_not_fit_is_an_error_that_names_both() {
             "no alpha_pattern, got {\"lm_head\":2}",
         ),
     ] {
-        let found = load(&config, &of(a.clone(), b.clone()), "adapter_config.json");
+        let found = load(&config, &tensors(a.clone(), b.clone()), "adapter_config.json");
         assert!(found.contains(expected), "{found}");
     }
     let nothing = Folder::new("nothing");

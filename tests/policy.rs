@@ -56,17 +56,17 @@ impl Problem {
         let vb = VarBuilder::from_varmap(&vars, self.hidden.dtype(), device);
         let head = MixtureOfSoftmaxes::new(&MixtureConfig::new(8, 50, 3).with_context_dim(6), vb)?;
         for (name, var) in vars.data().lock().expect("no panic").iter() {
-            let of_cpu = self.vars.data().lock().expect("no panic")[name].clone();
-            var.set(&of_cpu.to_device(device)?)?;
+            let cpu_var = self.vars.data().lock().expect("no panic")[name].clone();
+            var.set(&cpu_var.to_device(device)?)?;
         }
         let float = |tensor: &Tensor| on(device, &tensor.to_dtype(self.hidden.dtype())?);
-        let of = |tensor: &Option<Tensor>| float(tensor.as_ref().expect("given"));
+        let floats = |tensor: &Option<Tensor>| float(tensor.as_ref().expect("given"));
         let PolicyBatch { token_ids, advantages, old_log_probs, reference_log_probs, sampler_log_probs, mask, .. } =
             &self.batch;
         let batch = PolicyBatch::new(on(device, token_ids)?, float(advantages)?)
-            .with_old_log_probs(of(old_log_probs)?)
-            .with_reference_log_probs(of(reference_log_probs)?)
-            .with_sampler_log_probs(of(sampler_log_probs)?)
+            .with_old_log_probs(floats(old_log_probs)?)
+            .with_reference_log_probs(floats(reference_log_probs)?)
+            .with_sampler_log_probs(floats(sampler_log_probs)?)
             .with_mask(on(device, mask.as_ref().expect("given"))?);
         Ok(Problem { vars, head, hidden: Var::from_tensor(&on(device, &self.hidden)?)?, batch })
     }
@@ -132,12 +132,12 @@ on_each_device! {
     fn losses_of_each_device_equal_those_of_the_cpu(device: &Device) -> Result<()> {
         let dtype = exact(device);
         let problem = Problem::new(dtype, 0.3, 3)?;
-        let of_device = problem.on(device)?;
+        let device_problem = problem.on(device)?;
         for (entropy, temperature) in [(0.0, 1.0), (0.02, 1.0), (0.02, 0.7)] {
             let options = PolicyOptions::new().with_kl(0.1).with_entropy(entropy).with_temperature(temperature);
             let expected = problem.head.policy_loss(&problem.hidden, &problem.batch, &options)?;
-            let found = of_device.head.policy_loss(&of_device.hidden, &of_device.batch, &options)?;
-            assert_near((&found, &of_device), (&expected, &problem), 1e-5)?;
+            let found = device_problem.head.policy_loss(&device_problem.hidden, &device_problem.batch, &options)?;
+            assert_near((&found, &device_problem), (&expected, &problem), 1e-5)?;
         }
         Ok(())
     }
@@ -163,13 +163,13 @@ fn values_equal_the_formulas() -> Result<()> {
     let counted: Vec<usize> = (0..28).filter(|&t| mask[t] != 0.0).collect();
     let options = PolicyOptions::new().with_clip(0.2, 0.28).with_kl(0.1).with_entropy(0.02).with_importance_cap(1.5);
     let mean = counted.iter().map(|&t| token(t)).sum::<f64>() / counted.len() as f64;
-    let of_sequences: Vec<f64> = (0..4)
+    let sequence_means: Vec<f64> = (0..4)
         .map(|s| counted.iter().filter(|&&t| t / 7 == s).map(|&t| token(t)).collect::<Vec<_>>())
         .map(|values| values.iter().sum::<f64>() / values.len() as f64)
         .collect();
     for (normalization, expected) in [
         (PolicyNormalization::Tokens, mean),
-        (PolicyNormalization::Sequences, of_sequences.iter().sum::<f64>() / 4.0),
+        (PolicyNormalization::Sequences, sequence_means.iter().sum::<f64>() / 4.0),
         (PolicyNormalization::Constant(5.0), mean * counted.len() as f64 / 5.0),
     ] {
         let loss = head.policy_loss(hidden, batch, &options.clone().with_normalization(normalization))?;

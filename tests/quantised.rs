@@ -187,11 +187,11 @@ fn decoded(head: &dyn MixtureLayer, hidden: &Tensor, first: usize, positions: us
     let drawn = mixture.sample(&mut sampler)?.to_vec1::<u32>()?;
     let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(20);
     let tokens = mixture.next_tokens(&vec![&request; positions])?;
-    let of_position = |(token, id): (&mos_head::decode::NextToken, u32)| {
+    let position_bits = |(token, id): (&mos_head::decode::NextToken, u32)| {
         let bits = token.best.iter().flat_map(|&(id, log_p)| [u64::from(id), log_p.to_bits()]);
         bits.chain([u64::from(token.token_id), token.log_prob.to_bits(), u64::from(id)]).collect()
     };
-    Ok(tokens.iter().zip(drawn).map(of_position).collect())
+    Ok(tokens.iter().zip(drawn).map(position_bits).collect())
 }
 
 #[test]

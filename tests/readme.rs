@@ -37,8 +37,8 @@ fn the_loss_and_the_gradients_are_those_of_the_logits() -> Result {
     loss.check_gradients(&gradients, &varmap)?;
 
     assert_abs_diff_eq!(loss.value.to_scalar::<f32>()?, before.0, epsilon = 1e-5);
-    let of_linear = linear_cross_entropy(&hidden, &weight, None, &targets, &options)?;
-    assert_eq!(of_linear.value.to_scalar::<f32>()?, loss.value.to_scalar::<f32>()?);
+    let linear_loss = linear_cross_entropy(&hidden, &weight, None, &targets, &options)?;
+    assert_eq!(linear_loss.value.to_scalar::<f32>()?, loss.value.to_scalar::<f32>()?);
     let [expected, found] =
         [&before.1, &gradients].map(|gradients| gradients.get(&varmap.all_vars()[0]).expect("a gradient"));
     let difference = (found - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;

@@ -353,7 +353,7 @@ fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
 }
 
 /// The losses of a softmax over one context element and two ids, one of them the target of all and the other the negative.
-fn of_two_ids(
+fn two_id_loss(
     contexts: &[f64],
     weight: [f64; 2],
     bias: [f64; 2],
@@ -385,7 +385,7 @@ fn of_two_ids(
 #[test]
 fn a_large_loss_is_not_reported_as_infinite() -> Result<()> {
     for (dtype, x) in [(DType::F16, 123.0), (DType::BF16, 123.0), (DType::F32, 2e4), (DType::F64, 2e4)] {
-        let (loss, contexts, nll) = of_two_ids(&[x], [x, -x], [0.0; 2], 1.0, dtype)?;
+        let (loss, contexts, nll) = two_id_loss(&[x], [x, -x], [0.0; 2], 1.0, dtype)?;
         assert_abs_diff_eq!(nll, 2.0 * x * x, epsilon = 1e-6 * nll);
         let gradient = numbers(loss.backward()?.get(&contexts).unwrap())[0];
         assert_abs_diff_eq!(gradient, 2.0 * x, epsilon = 1e-3 * x);
@@ -404,7 +404,7 @@ fn scales_at_the_ends_of_their_range_are_those_of_the_formula() -> Result<()> {
         (DType::BF16, 1e30, 1e-15),
         (DType::F64, 1e30, 1e-15),
     ] {
-        let (loss, contexts, nll) = of_two_ids(&[x], [x, -x], [0.0; 2], scale, dtype)?;
+        let (loss, contexts, nll) = two_id_loss(&[x], [x, -x], [0.0; 2], scale, dtype)?;
         let rounded = numbers(&Tensor::new(&[x], &Device::Cpu)?.to_dtype(dtype)?)[0];
         let difference = 2.0 * scale * rounded * rounded;
         let expected = difference.exp().ln_1p();
@@ -422,14 +422,15 @@ fn scales_at_the_ends_of_their_range_are_those_of_the_formula() -> Result<()> {
 #[test]
 fn an_impossible_target_is_infinite_whatever_the_negatives_are() -> Result<()> {
     for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
-        for of_negative in [0.0, -1e9] {
-            let (loss, contexts, nll) = of_two_ids(&[1.0], [1.0, 2.0], [of_negative, f64::NEG_INFINITY], 1.0, dtype)?;
+        for negative_bias in [0.0, -1e9] {
+            let (loss, contexts, nll) =
+                two_id_loss(&[1.0], [1.0, 2.0], [negative_bias, f64::NEG_INFINITY], 1.0, dtype)?;
             assert_eq!((nll, numbers(&loss.value)[0]), (f64::INFINITY, f64::INFINITY), "{dtype:?}");
             // As the exact loss of one softmax: the gradient of the other logits.
             let gradient = numbers(loss.backward()?.get(&contexts).unwrap())[0];
             assert_abs_diff_eq!(gradient, 1.0 - 2.0, epsilon = 1e-3);
         }
-        let (loss, contexts, nll) = of_two_ids(&[1.0], [1.0, 2.0], [f64::NEG_INFINITY; 2], 1.0, dtype)?;
+        let (loss, contexts, nll) = two_id_loss(&[1.0], [1.0, 2.0], [f64::NEG_INFINITY; 2], 1.0, dtype)?;
         assert!(nll.is_nan(), "{dtype:?}: {nll}");
         assert!(numbers(loss.backward()?.get(&contexts).unwrap())[0].is_nan(), "{dtype:?}");
     }

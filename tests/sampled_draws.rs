@@ -99,8 +99,8 @@ fn nce_with_replacement_is_its_sum_over_the_vocabulary_on_average() -> Result<()
     let noise = NoiseDistribution::log_uniform(VOCAB)?;
     let all: Vec<usize> = (0..VOCAB).collect();
     let log_expected = |id: usize| (8.0 * noise.probability(id)).ln();
-    let table = |of: &dyn Fn(usize) -> f64, ids: &[usize]| {
-        Tensor::from_iter(ids.iter().map(|&id| of(id)).collect::<Vec<_>>(), &Device::Cpu)
+    let table = |value: &dyn Fn(usize) -> f64, ids: &[usize]| {
+        Tensor::from_iter(ids.iter().map(|&id| value(id)).collect::<Vec<_>>(), &Device::Cpu)
     };
     let logits = problem.logits(&all)?.squeeze(1)?;
     let own = (logits.gather(&tensor.unsqueeze(1)?, 1)?.squeeze(1)? - table(&log_expected, &ids)?)?;

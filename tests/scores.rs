@@ -106,8 +106,8 @@ fn scores_of_no_positions_can_be_read() -> Result<()> {
                 each.score(&ids, &options)?,
                 Scores::from_log_probs(&log_probs, &ids, &options)?,
             ] {
-                let of_positions = [scores.entropy, scores.log_outside, scores.log_collision];
-                for scores in of_positions.map(|scores| scores.expect("asked for")) {
+                let per_position = [scores.entropy, scores.log_outside, scores.log_collision];
+                for scores in per_position.map(|scores| scores.expect("asked for")) {
                     assert_eq!(scores.to_vec1::<f32>()?, [0f32; 0]);
                     assert_eq!((scores.neg()? + 1.0)?.to_vec1::<f32>()?, [0f32; 0]);
                 }
@@ -150,9 +150,9 @@ fn results_of_no_positions_can_be_read() -> Result<()> {
         let options =
             ScoreOptions::new().with_entropy(true).with_outside(true).with_collision(true).with_is_argmax(true);
         let scores = head.score(&hidden, &ids, &options)?;
-        let of_positions = [scores.entropy, scores.log_outside, scores.log_collision, scores.is_argmax];
+        let per_position = [scores.entropy, scores.log_outside, scores.log_collision, scores.is_argmax];
         results.push(scores.log_prob);
-        results.extend(of_positions.map(|scores| scores.expect("asked for")));
+        results.extend(per_position.map(|scores| scores.expect("asked for")));
         let batch = PolicyBatch::new(ids.clone(), Tensor::zeros(0, DType::F32, &Device::Cpu)?);
         let mut losses = vec![head.policy_loss(&hidden, &batch, &PolicyOptions::new().with_entropy(0.1))?];
         // The last one has no loss.
@@ -220,11 +220,11 @@ fn no_entropy_is_minus_zero() -> Result<()> {
 /// The gradient of `log Q(outside)` by the logits z of a softmax at temperature T, `(softmax(z | outside) - softmax(z)) / T`.
 fn gradient_of_the_mass_outside(logits: &[f64], scored: usize, temperature: f64) -> Vec<f64> {
     let softmax = |is_in: &dyn Fn(usize) -> bool| {
-        let of_ids =
+        let scaled_logits =
             || logits.iter().enumerate().map(|(v, z)| if is_in(v) { z / temperature } else { f64::NEG_INFINITY });
-        let largest = of_ids().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = of_ids().map(|z| (z - largest).exp()).sum();
-        of_ids().map(|z| (z - largest).exp() / sum).collect::<Vec<_>>()
+        let largest = scaled_logits().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scaled_logits().map(|z| (z - largest).exp()).sum();
+        scaled_logits().map(|z| (z - largest).exp() / sum).collect::<Vec<_>>()
     };
     let (all, outside) = (softmax(&|_| true), softmax(&|v| v != scored));
     outside.iter().zip(all).map(|(outside, all)| (outside - all) / temperature).collect()
@@ -390,17 +390,17 @@ fn losses_of_candidates_equal_functions_of_scores() -> Result<()> {
         let mixture = case.mixture(&vars)?;
         let (token_ids, options) = (case.token_ids()?, case.options());
         let terms = move |scores: ChunkScores| {
-            let of_ids = (scores.log_prob.sqr()? * 0.5)?.sum(1)?;
+            let id_part = (scores.log_prob.sqr()? * 0.5)?.sum(1)?;
             let by_entropy = scores.entropy.ones_like()?.affine(0.3, 0.0)?;
-            let values = (of_ids + scores.entropy.affine(0.3, 0.0)?)?;
+            let values = (id_part + scores.entropy.affine(0.3, 0.0)?)?;
             Ok(ChunkTerms::new(values, scores.log_prob).with_by_entropy(by_entropy))
         };
         let scores = mixture.score(&token_ids, &options)?;
-        let of_entropy = match &scores.entropy {
+        let entropy_part = match &scores.entropy {
             Some(entropy) => entropy.affine(0.3, 0.0)?.sum_all()?,
             None => Tensor::zeros((), DType::F64, &Device::Cpu)?,
         };
-        let value = ((scores.log_prob.sqr()? * 0.5)?.sum_all()? + of_entropy)?;
+        let value = ((scores.log_prob.sqr()? * 0.5)?.sum_all()? + entropy_part)?;
         let expected = value.backward()?;
         let Err(Error::Workspace { least, .. }) =
             mixture.score_loss(&token_ids, &options.clone().with_workspace_bytes(0), terms)
@@ -515,9 +515,9 @@ fn gradients_equal_central_differences() -> Result<()> {
         let upstream = case.upstream()?;
         let value = |tensors: &Tensors| -> Result<Tensor> {
             let scores = case.scores(tensors)?;
-            let of_positions = [scores.entropy, scores.log_outside, scores.log_collision];
-            let of_positions = of_positions.map(|x| x.expect("asked for"));
-            let scores = Tensor::cat(&[scores.log_prob, Tensor::stack(&of_positions, 1)?], 1)?;
+            let per_position = [scores.entropy, scores.log_outside, scores.log_collision];
+            let per_position = per_position.map(|x| x.expect("asked for"));
+            let scores = Tensor::cat(&[scores.log_prob, Tensor::stack(&per_position, 1)?], 1)?;
             Ok((scores * &upstream)?.sum_all()?)
         };
         assert_central_differences(&case.drawn(DType::F64), value)?;
@@ -584,13 +584,13 @@ fn every_head_scores_without_dropout() -> Result<()> {
         let entropy = (log_probs.exp()? * &log_probs)?.sum(2)?.neg()?;
         let scores = head.score(&hidden, &ids, &ScoreOptions::new().with_entropy(true))?;
         let log_prob = head.log_prob(&hidden, &one)?;
-        let of_one = expected.narrow(2, 1, 1)?.squeeze(2)?;
+        let first_ids = expected.narrow(2, 1, 1)?.squeeze(2)?;
         let found_entropy = scores.entropy.expect("asked for");
-        for (found, expected) in [(&scores.log_prob, &expected), (&found_entropy, &entropy), (&log_prob, &of_one)] {
+        for (found, expected) in [(&scores.log_prob, &expected), (&found_entropy, &entropy), (&log_prob, &first_ids)] {
             assert_relative_eq!(numbers(found), numbers(expected), max_relative = 1e-12);
         }
         let found = (log_prob.sum_all()? + found_entropy.sum_all()?)?.backward()?;
-        let expected = (of_one.sum_all()? + entropy.sum_all()?)?.backward()?;
+        let expected = (first_ids.sum_all()? + entropy.sum_all()?)?.backward()?;
         let expected = gradient(&expected, &hidden).expect("a gradient");
         assert_relative_eq!(gradient(&found, &hidden).expect("a gradient"), expected, max_relative = 1e-12);
     }

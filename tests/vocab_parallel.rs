@@ -69,20 +69,20 @@ fn every_rank_has_the_same_bits_in_every_run() -> Result<()> {
             let shard = VocabShard::new(ranks, 701)?;
             let problem = Problem::new(701, 3, DType::F32, 701)?.on(&device)?;
             let upstream = tensor(&[POSITIONS], 7, DType::F32)?.to_device(&device)?;
-            let mut of_all = Vec::new();
+            let mut all_results = Vec::new();
             let smoothing = if device.is_cpu() { 0.1 } else { 0.0 };
             for options in [LossOptions::new().with_z_loss(0.1), LossOptions::new().with_label_smoothing(smoothing)] {
                 let results = problem.results(shard.range(), &upstream, |mixture| {
                     mixture.vocab_parallel(&shard).loss(&problem.targets, &options)
                 })?;
                 // The value and the gradients of contexts and log-priors.
-                of_all.extend_from_slice(&results[..6]);
+                all_results.extend_from_slice(&results[..6]);
             }
-            Ok(of_all)
+            Ok(all_results)
         };
         let first: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
         let second: Vec<_> = on_ranks(3, run).into_iter().collect::<Result<_>>()?;
-        assert!(first.iter().all(|of_rank| *of_rank == first[0]));
+        assert!(first.iter().all(|results| *results == first[0]));
         assert_eq!(first, second);
     }
     Ok(())
@@ -166,11 +166,11 @@ fn a_rank_sends_as_many_bytes_as_the_documentation_says() -> Result<()> {
                 }
                 Ok(counted.1.load(Ordering::Relaxed))
             };
-            let of_position = 16 * components
+            let position_bytes = 16 * components
                 + if options.label_smoothing > 0.0 { 8 * components + 16 } else { 0 }
                 + if options.train { accumulated * components * D } else { 0 };
             for bytes in on_ranks(3, sent) {
-                assert_eq!(bytes?, 136 + POSITIONS * of_position, "{components} {dtype:?} {options:?}");
+                assert_eq!(bytes?, 136 + POSITIONS * position_bytes, "{components} {dtype:?} {options:?}");
             }
         }
     }
@@ -230,8 +230,8 @@ fn an_ignored_position_may_be_nan() -> Result<()> {
             let loss = VocabParallel::new(head, shard)?.loss(&hidden, &problem.targets, &options)?;
             let gradients = loss.backward()?;
             for variable in variables.all_vars() {
-                let of_variable = numbers(gradients.get(&variable).expect("a gradient"));
-                assert!(of_variable.iter().all(|x| x.is_finite()), "{of_variable:?}");
+                let variable_gradient = numbers(gradients.get(&variable).expect("a gradient"));
+                assert!(variable_gradient.iter().all(|x| x.is_finite()), "{variable_gradient:?}");
             }
             Ok(())
         }) {
@@ -271,13 +271,13 @@ fn extremes_are_those_of_the_whole_vocabulary() -> Result<()> {
         let log_priors = problem.log_priors.as_ref().map(Var::as_tensor);
         let nan = (0..POSITIONS).map(|t| if t == 4 { f32::NAN } else { 0.0 });
         let nan = Tensor::from_iter(nan, &Device::Cpu)?.reshape((POSITIONS, 1, 1))?;
-        let of_nan = problem.contexts.broadcast_add(&nan)?;
+        let nan_contexts = problem.contexts.broadcast_add(&nan)?;
         let none = LossOptions::new().with_reduction(Reduction::None);
         for (contexts, bias, ignored) in [
             (problem.contexts.as_tensor(), [0.0, 0.0, f32::NEG_INFINITY], 7),
             (problem.contexts.as_tensor(), [f32::NEG_INFINITY; 3], 7),
             (problem.contexts.as_tensor(), [0.0; 3], 1),
-            (&of_nan, [0.0; 3], 7),
+            (&nan_contexts, [0.0; 3], 7),
         ] {
             let bias = Tensor::new(&bias, &Device::Cpu)?;
             let targets = if ignored == 1 { problem.targets.ones_like()? } else { problem.targets.clone() };
@@ -302,7 +302,7 @@ fn extremes_are_those_of_the_whole_vocabulary() -> Result<()> {
 /// A rank whose backward pass computes, and one that makes another call.
 #[test]
 fn a_backward_pass_is_a_call_of_all_ranks() {
-    let of_rank = |ranks: Arc<dyn Collectives>| -> Result<()> {
+    let on_rank = |ranks: Arc<dyn Collectives>| -> Result<()> {
         let (rank, shard) = (ranks.rank(), VocabShard::new(ranks, 31)?);
         let problem = Problem::new(31, 2, DType::F32, 31)?;
         let options = LossOptions::new().with_reduction(Reduction::None);
@@ -312,7 +312,7 @@ fn a_backward_pass_is_a_call_of_all_ranks() {
             _ => Ok(loss.value.sum_all()?.backward().map(|_| ())?),
         }
     };
-    let found = on_ranks(3, of_rank);
+    let found = on_ranks(3, on_rank);
     assert!(matches!(found[0], Err(Error::Ranks { argument: "the call", .. })), "{found:?}");
     assert!(found.iter().all(|result| result.as_ref().is_err_and(|error| error.to_string().contains("the call"))));
 }
@@ -329,27 +329,27 @@ fn a_policy_loss_without_an_entropy_is_that_of_the_whole_vocabulary() -> Result<
         .with_old_log_probs((numbers_of(4)? - 4.0)?)
         .with_reference_log_probs((numbers_of(5)? - 4.0)?);
     let options = PolicyOptions::new().with_kl(0.1).with_normalization(PolicyNormalization::Sequences);
-    let of_head = |head: &dyn OutputLayer, hidden: &Var, weight: &Var| -> Result<[Numbers; 3]> {
+    let outputs = |head: &dyn OutputLayer, hidden: &Var, weight: &Var| -> Result<[Numbers; 3]> {
         let loss = head.policy_loss(hidden, &batch, &options)?;
         let gradients = loss.backward()?;
-        let of = |var: &Var| numbers(gradients.get(var).expect("a gradient"));
-        Ok([numbers(&loss.value), of(hidden), of(weight)])
+        let gradient = |var: &Var| numbers(gradients.get(var).expect("a gradient"));
+        Ok([numbers(&loss.value), gradient(hidden), gradient(weight)])
     };
     let (whole_hidden, whole_weight) = (Var::from_tensor(&hidden)?, Var::from_tensor(&weight)?);
     let whole = SoftmaxHead::from_tensors(whole_weight.as_tensor().clone(), None)?;
-    let [value, of_hidden, of_weight] = of_head(&whole, &whole_hidden, &whole_weight)?;
+    let [value, hidden_gradient, weight_gradient] = outputs(&whole, &whole_hidden, &whole_weight)?;
     for count in 1..=3 {
-        let of_rank = |ranks: Arc<dyn Collectives>| -> Result<_> {
+        let on_rank = |ranks: Arc<dyn Collectives>| -> Result<_> {
             let shard = VocabShard::new(ranks, 50)?;
             let rows = shard.range();
             let (own, hidden) = (weight.narrow(0, rows.start, rows.len())?, Var::from_tensor(&hidden)?);
             let own = Var::from_tensor(&own)?;
             let head = VocabParallel::new(SoftmaxHead::from_tensors(own.as_tensor().clone(), None)?, shard)?;
-            Ok((rows, of_head(&head, &hidden, &own)?))
+            Ok((rows, outputs(&head, &hidden, &own)?))
         };
-        for found in on_ranks(count, of_rank) {
+        for found in on_ranks(count, on_rank) {
             let (rows, found) = found?;
-            let expected = [&value[..], &of_hidden, &of_weight[rows.start * D..rows.end * D]];
+            let expected = [&value[..], &hidden_gradient, &weight_gradient[rows.start * D..rows.end * D]];
             for (found, expected) in found.iter().zip(expected) {
                 assert_abs_diff_eq!(*found, *expected, epsilon = 1e-11);
             }
@@ -571,7 +571,7 @@ fn each_rank_needs_a_token_id() {
 
 #[test]
 fn a_frozen_head_gives_hidden_states_alone_a_gradient() -> Result<()> {
-    let of_rank = |ranks| -> Result<()> {
+    let on_rank = |ranks| -> Result<()> {
         let shard = VocabShard::new(ranks, 19)?;
         let rows = shard.range();
         let (weight, hidden) = (tensor(&[19, 6], 1, DType::F64)?, Var::from_tensor(&tensor(&[3, 6], 2, DType::F64)?)?);
@@ -585,5 +585,5 @@ fn a_frozen_head_gives_hidden_states_alone_a_gradient() -> Result<()> {
         assert_close("hidden", &found, &whole, None, Tolerance::gradient(DType::F64));
         Ok(())
     };
-    on_ranks(2, of_rank).into_iter().collect()
+    on_ranks(2, on_rank).into_iter().collect()
 }

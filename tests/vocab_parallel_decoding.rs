@@ -81,16 +81,16 @@ fn ids_above_two_to_the_24_are_exact() -> Result<()> {
 
 #[test]
 fn ranks_that_disagree_about_a_query_get_an_error_on_every_rank() {
-    let of_rank = |k: fn(usize) -> usize| {
+    let top_k_on_ranks = |k: fn(usize) -> usize| {
         on_ranks(3, move |ranks: Arc<dyn Collectives>| -> Result<_> {
             let (rank, shard) = (ranks.rank(), VocabShard::new(ranks, VOCAB)?);
             VocabParallel::new(head(2, shard.range())?, shard)?.top_k(&tensor(&[2, HIDDEN], 5, DType::F32)?, k(rank))
         })
     };
-    for result in of_rank(|rank| 3 + rank) {
+    for result in top_k_on_ranks(|rank| 3 + rank) {
         assert!(matches!(result, Err(Error::Ranks { argument: "k", .. })), "{result:?}");
     }
-    for (rank, result) in of_rank(|rank| if rank == 0 { 0 } else { 5 }).into_iter().enumerate() {
+    for (rank, result) in top_k_on_ranks(|rank| if rank == 0 { 0 } else { 5 }).into_iter().enumerate() {
         match rank {
             0 => assert!(matches!(result, Err(Error::Config { argument: "k", .. })), "{result:?}"),
             _ => assert!(matches!(result, Err(Error::Ranks { .. })), "{result:?}"),

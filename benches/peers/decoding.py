@@ -25,9 +25,9 @@ def name(shape):
     return "v{}-k{}-b{}".format(*shape)
 
 
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=[name(shape) for shape in SHAPES], metavar="SHAPE")
+def arguments(description, shapes):
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=[name(shape) for shape in shapes], metavar="SHAPE")
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each figure, at least --reps calls")
     add_arguments(parser, reps=10, warmup=2)
     return parser.parse_args()
@@ -99,4 +99,4 @@ def measure(figure, shapes, calls_of, args):
 
 
 if __name__ == "__main__":
-    measure("decoding", SHAPES, calls_of, arguments())
+    measure("decoding", SHAPES, calls_of, arguments(__doc__, SHAPES))

@@ -32,34 +32,34 @@ def divergence(kind, log_q, log_t):
     if kind == "reverse":
         return F.kl_div(log_t, log_q, reduction="sum", log_target=True)
     log_m = torch.logsumexp(torch.stack([log_q, log_t]) + torch.tensor(0.5).log(), 0)
-    of_teacher = F.kl_div(log_m, log_t, reduction="sum", log_target=True)
-    return 0.5 * (of_teacher + F.kl_div(log_m, log_q, reduction="sum", log_target=True))
+    teacher_part = F.kl_div(log_m, log_t, reduction="sum", log_target=True)
+    return 0.5 * (teacher_part + F.kl_div(log_m, log_q, reduction="sum", log_target=True))
 
 
 class Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, of_teacher, weight_of_teacher, kind, chunk):
-        of_hidden, of_weight, value = torch.empty_like(hidden), torch.zeros_like(weight), 0.0
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, kind, chunk):
+        hidden_gradient, weight_gradient, value = torch.empty_like(hidden), torch.zeros_like(weight), 0.0
 
-        def of_rows(h, w, teacher):
+        def rows_value(h, w, teacher):
             with torch.no_grad():
-                log_t = F.log_softmax(teacher @ weight_of_teacher.T, -1)
+                log_t = F.log_softmax(teacher @ teacher_weight.T, -1)
             return divergence(kind, F.log_softmax(h @ w.T, -1), log_t)
 
         for first in range(0, len(hidden), chunk):
             rows = slice(first, first + chunk)
-            gradients = torch.func.grad_and_value(of_rows, argnums=(0, 1))
-            (h, w), of_chunk = gradients(hidden[rows], weight, of_teacher[rows])
-            of_hidden[rows] = h
-            of_weight += w
-            value += of_chunk
-        ctx.save_for_backward(of_hidden, of_weight)
+            gradients = torch.func.grad_and_value(rows_value, argnums=(0, 1))
+            (h, w), chunk_value = gradients(hidden[rows], weight, teacher_hidden[rows])
+            hidden_gradient[rows] = h
+            weight_gradient += w
+            value += chunk_value
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
         return value
 
     @staticmethod
     def backward(ctx, upstream):
-        of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden.mul_(upstream), of_weight.mul_(upstream), None, None, None, None
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return hidden_gradient.mul_(upstream), weight_gradient.mul_(upstream), None, None, None, None
 
 
 def main():
@@ -81,16 +81,16 @@ def main():
     log_priors = None if components == 1 else F.log_softmax(torch.randn(positions, components), -1).requires_grad_()
     teacher = -contexts.detach()
     # The decoder of the teacher is the student's, as in `step_time`.
-    of_teacher, constant_priors = weight.detach(), None if log_priors is None else log_priors.detach()
+    teacher_weight, constant_priors = weight.detach(), None if log_priors is None else log_priors.detach()
 
     def step():
         contexts.grad = weight.grad = None
         if args.implementation == "chunked":
             hidden = contexts.squeeze(1)
-            value = Chunked.apply(hidden, weight, teacher.squeeze(1), of_teacher, args.divergence, args.chunk)
+            value = Chunked.apply(hidden, weight, teacher.squeeze(1), teacher_weight, args.divergence, args.chunk)
         else:
             with torch.no_grad():
-                log_t = log_probs(teacher, constant_priors, of_teacher)
+                log_t = log_probs(teacher, constant_priors, teacher_weight)
             value = divergence(args.divergence, log_probs(contexts, log_priors, weight), log_t)
         value = value / positions
         value.backward()

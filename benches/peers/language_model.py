@@ -59,8 +59,8 @@ class Head(nn.Module):
         if self.kind == "moc":
             return F.cross_entropy(self.decoder((log_priors.exp().unsqueeze(2) * contexts).sum(1)), targets)
         log_softmaxes = F.log_softmax(self.decoder(contexts), -1)
-        of_targets = targets.view(-1, 1, 1).expand(-1, self.components, 1)
-        return -torch.logsumexp(log_priors + log_softmaxes.gather(2, of_targets).squeeze(2), -1).mean()
+        target_ids = targets.view(-1, 1, 1).expand(-1, self.components, 1)
+        return -torch.logsumexp(log_priors + log_softmaxes.gather(2, target_ids).squeeze(2), -1).mean()
 
 
 def equal_context(hidden, components, vocab):

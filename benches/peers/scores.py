@@ -33,19 +33,19 @@ class Chunked(torch.autograd.Function):
         return torch.cat(log_prob), torch.cat(entropy)
 
     @staticmethod
-    def backward(ctx, of_log_prob, of_entropy):
+    def backward(ctx, log_prob_gradient, entropy_gradient):
         hidden, weight, targets = ctx.saved_tensors
-        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        hidden_gradient, weight_gradient = torch.empty_like(hidden), torch.zeros_like(weight)
         for first in range(0, len(targets), ctx.chunk):
             rows = slice(first, first + ctx.chunk)
             log_p = F.log_softmax(hidden[rows] @ weight.T, -1)
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1, keepdim=True)
-            of_logits = -p * (of_log_prob[rows, None] + of_entropy[rows, None] * (log_p + entropy))
-            of_logits.scatter_add_(1, targets[rows, None], of_log_prob[rows, None])
-            of_hidden[rows] = of_logits @ weight
-            of_weight.addmm_(of_logits.T, hidden[rows])
-        return of_hidden, of_weight, None, None
+            logits_gradient = -p * (log_prob_gradient[rows, None] + entropy_gradient[rows, None] * (log_p + entropy))
+            logits_gradient.scatter_add_(1, targets[rows, None], log_prob_gradient[rows, None])
+            hidden_gradient[rows] = logits_gradient @ weight
+            weight_gradient.addmm_(logits_gradient.T, hidden[rows])
+        return hidden_gradient, weight_gradient, None, None
 
 
 def composed(contexts, log_priors, weight, targets):

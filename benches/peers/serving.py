@@ -25,13 +25,13 @@ def sampled(log_probs, temperature=0.8, top_p=0.95):
 def service(problem, history, counts):
     log_probs = problem.log_probs()
     z = log_probs.clone()
-    of_history = z[:, history]
-    of_history = torch.where(of_history > 0, of_history / 1.1, of_history * 1.1) - 0.2 * counts - 0.1
-    z[:, history] = of_history
+    seen = z[:, history]
+    seen = torch.where(seen > 0, seen / 1.1, seen * 1.1) - 0.2 * counts - 0.1
+    z[:, history] = seen
     z[:, :3] = float("-inf")
-    ids, of_sampler = sampled(z)
+    ids, sampler_log_probs = sampled(z)
     entropy = -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)
-    return ids, log_probs.gather(-1, ids), of_sampler, log_probs.topk(5), entropy
+    return ids, log_probs.gather(-1, ids), sampler_log_probs, log_probs.topk(5), entropy
 
 
 def calls_of(problem):
@@ -44,4 +44,4 @@ def calls_of(problem):
 
 
 if __name__ == "__main__":
-    measure("serving", SHAPES, calls_of, arguments())
+    measure("serving", SHAPES, calls_of, arguments(__doc__, SHAPES))

@@ -92,8 +92,8 @@ def log_space(leaves):
         return eager(leaves)
     log_priors = F.log_softmax(F.linear(leaves.hidden, leaves.prior_weight), -1)
     log_softmaxes = F.log_softmax(F.linear(leaves.contexts(), leaves.weight, leaves.bias), -1)
-    of_targets = leaves.targets.view(-1, 1, 1).expand(-1, leaves.components, 1)
-    return -torch.logsumexp(log_priors + log_softmaxes.gather(2, of_targets).squeeze(2), -1).mean()
+    target_ids = leaves.targets.view(-1, 1, 1).expand(-1, leaves.components, 1)
+    return -torch.logsumexp(log_priors + log_softmaxes.gather(2, target_ids).squeeze(2), -1).mean()
 
 
 class LinearCrossEntropy:
@@ -208,10 +208,10 @@ def main():
     else:
         load_modules(args.implementation, sizes, dtype, device)
         leaves = Leaves(sizes, dtype, device)
-        of_leaves = objective(args.implementation, args.chunk, sizes, dtype, device)
+        loss_function = objective(args.implementation, args.chunk, sizes, dtype, device)
         if args.implementation == "linear-cross-entropy":
-            options, chunk = of_leaves.statement, of_leaves.chunk
-            implementation += f" ({of_leaves.label})"
+            options, chunk = loss_function.statement, loss_function.chunk
+            implementation += f" ({loss_function.label})"
         value = None
 
         def step():
@@ -219,7 +219,7 @@ def main():
             for leaf in leaves.all:
                 leaf.grad = None
             with torch.set_grad_enabled(not args.forward_only):
-                value = of_leaves(leaves)
+                value = loss_function(leaves)
             if not args.forward_only:
                 value.backward()
             value = value.detach()

@@ -121,19 +121,19 @@ impl Problem {
             let weights = uniform(leading, 0.7, 71)?.relu()?.to_dtype(dtype)?;
             options = options.with_position_weights(weights).with_reduction(Reduction::Sum);
         }
-        let of_all = log_probs(&[leading, &[vocab]].concat(), dtype, 73)?;
+        let all_log_probs = log_probs(&[leading, &[vocab]].concat(), dtype, 73)?;
         let listed = ids(&[leading, &[5]].concat(), vocab, 11)?;
-        let of_list = of_all.gather(&listed, D::Minus1)?;
+        let listed_log_probs = all_log_probs.gather(&listed, D::Minus1)?;
         let constant = |dims: &[usize], seed| Ok::<_, Error>(uniform(dims, 1.0, seed)?.to_dtype(self.hidden.dtype())?);
         let log_priors = log_probs(&[leading, &[2]].concat(), dtype, 79)?;
         let contexts = constant(&[leading, &[2, 6]].concat(), 83)?;
         let mixture = Mixture::new(&contexts, Some(&log_priors), &constant(&[vocab, 6], 89)?, None)?;
-        let mut teachers = vec![Teacher::from_log_probs(&of_all), Teacher::from_mixture(&mixture)];
+        let mut teachers = vec![Teacher::from_log_probs(&all_log_probs), Teacher::from_mixture(&mixture)];
         let is_mixed_and_tempered = has(TeacherTemperature) && has(HardTargets);
         for missing in [MissingIds::Tail, MissingIds::Zero, MissingIds::Renormalized] {
             let is_infinite = divergence == Divergence::ReverseKl && missing != MissingIds::Tail;
             if !is_infinite && !is_mixed_and_tempered {
-                teachers.push(Teacher::from_top_k(&listed, &of_list, missing));
+                teachers.push(Teacher::from_top_k(&listed, &listed_log_probs, missing));
             }
         }
         for teacher in teachers {
@@ -255,8 +255,9 @@ pub(crate) fn ranks(components: usize, dtype: DType, digest: &mut Digest) -> Res
         let shard = VocabShard::new(ranks, VOCAB)?;
         let (range, mut digest) = (shard.range(), Digest::new());
         let var = |dims: &[usize], seed| Ok::<_, Error>(Var::from_tensor(&uniform(dims, 0.8, seed)?.to_dtype(dtype)?)?);
-        let rows =
-            |of_all: Var| Ok::<_, Error>(Var::from_tensor(&of_all.narrow(0, range.start, range.len())?.copy()?)?);
+        let rows = |all_log_probs: Var| {
+            Ok::<_, Error>(Var::from_tensor(&all_log_probs.narrow(0, range.start, range.len())?.copy()?)?)
+        };
         let contexts = var(&[POSITIONS, components, 12], 101)?;
         let (weight, bias) = (rows(var(&[VOCAB, 12], 103)?)?, rows(var(&[VOCAB], 107)?)?);
         let log_priors = log_probs(&[POSITIONS, components], accumulation(dtype), 109)?;

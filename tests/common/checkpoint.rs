@@ -50,7 +50,7 @@ pub fn whole(seed: usize, dtype: DType) -> (Tensors, Tensors) {
     (rows.into(), replicated.into())
 }
 
-pub fn of_rank(tensors: &Tensors, rows: &Range<usize>) -> Tensors {
+pub fn rank_rows(tensors: &Tensors, rows: &Range<usize>) -> Tensors {
     let own = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len()).unwrap();
     tensors.iter().map(|(name, tensor)| (name.clone(), own(tensor))).collect()
 }
@@ -70,7 +70,7 @@ pub fn assert_same(tensor: &Tensor, expected: &Tensor) {
 pub fn assert_rank_loads(shard: &VocabShard, path: &Path, (rows, replicated): &(Tensors, Tensors)) -> Result<()> {
     let checkpoint = ShardedCheckpoint::open(path)?;
     assert_eq!(checkpoint.names().count(), rows.len() + replicated.len());
-    for (name, expected) in of_rank(rows, &shard.range()) {
+    for (name, expected) in rank_rows(rows, &shard.range()) {
         assert_same(&checkpoint.load_rows(&name, shard.range(), expected.dtype(), &Device::Cpu)?, &expected);
         let vb = checkpoint.var_builder(shard, expected.dtype(), &Device::Cpu);
         assert_same(&vb.get(expected.shape(), &name)?, &expected);
@@ -87,7 +87,7 @@ pub fn assert_rank_loads(shard: &VocabShard, path: &Path, (rows, replicated): &(
 /// The ranks save tensors with one cut and load them with another, from the save and merged.
 pub fn loads_with_another_cut(ranks: &Arc<dyn Collectives>) -> Result<()> {
     let (rank, count) = (ranks.rank(), ranks.ranks());
-    let of_first = (rank == 0).then(|| Folder::new("cut"));
+    let first_folder = (rank == 0).then(|| Folder::new("cut"));
     let process = ranks.all_gather(&[f64::from(std::process::id())])?[0] as u32;
     let (index, merged) =
         (Folder::path("cut", process).join(INDEX), Folder::path("cut", process).join("whole.safetensors"));
@@ -98,7 +98,7 @@ pub fn loads_with_another_cut(ranks: &Arc<dyn Collectives>) -> Result<()> {
     for (seed, dtype) in DTYPES.into_iter().enumerate() {
         let whole = whole(seed, dtype);
         for (saved, loaded) in [(&even, &uneven), (&uneven, &even)] {
-            save_sharded(saved, &index, &of_rank(&whole.0, &saved.range()), &whole.1)?;
+            save_sharded(saved, &index, &rank_rows(&whole.0, &saved.range()), &whole.1)?;
             assert_rank_loads(loaded, &index, &whole)?;
             if rank == 0 {
                 ShardedCheckpoint::open(&index)?.merge(&merged)?;
@@ -109,6 +109,6 @@ pub fn loads_with_another_cut(ranks: &Arc<dyn Collectives>) -> Result<()> {
             ranks.all_gather(&[0.0])?;
         }
     }
-    drop(of_first);
+    drop(first_folder);
     Ok(())
 }

@@ -134,8 +134,8 @@ impl Operands {
         let ids: Vec<u32> = classes.iter().map(|&y| y as u32).collect();
         let ids = Tensor::from_vec(ids, (positions, 1), log_probs.device())?;
         let nll = log_probs.gather(&ids, 1)?.squeeze(1)?.neg()?;
-        let of_target = |&y: &usize| (1.0 - objective.label_smoothing) * objective.class_weight(y);
-        let mut each = (&nll * constant(classes.iter().map(of_target).collect())?)?;
+        let target_weight = |&y: &usize| (1.0 - objective.label_smoothing) * objective.class_weight(y);
+        let mut each = (&nll * constant(classes.iter().map(target_weight).collect())?)?;
         if objective.label_smoothing != 0.0 {
             let class_weights = constant((0..vocab).map(|v| objective.class_weight(v)).collect())?;
             let all = log_probs.broadcast_mul(&class_weights)?.sum(1)?;

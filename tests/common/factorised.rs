@@ -126,21 +126,22 @@ impl Kind {
     pub fn log_probs(self, values: &Values) -> Vec<Vec<f64>> {
         let get = |name: &str| values.get(name).map(Vec::as_slice);
         let prefix = if get("head.weight").or(get("head.decoder.weight")).is_some() { "head" } else { "class" };
-        let of = |name: &str| get(&format!("{prefix}.{name}"));
+        let parameter = |name: &str| get(&format!("{prefix}.{name}"));
         let position = |hidden: &[f64]| {
             let softmax = |weight: &[f64], bias: Option<&[f64]>, x: &[f64]| {
                 let mut z = linear(weight, bias, x);
                 log_softmax(&mut z);
                 z
             };
-            let root = match of("weight") {
-                Some(weight) => softmax(weight, of("bias"), hidden),
+            let root = match parameter("weight") {
+                Some(weight) => softmax(weight, parameter("bias"), hidden),
                 None => {
-                    let priors = softmax(of("prior.weight").expect("priors"), of("prior.bias"), hidden);
-                    let contexts = linear(of("latent.weight").expect("contexts"), of("latent.bias"), hidden);
+                    let priors = softmax(parameter("prior.weight").expect("priors"), parameter("prior.bias"), hidden);
+                    let contexts =
+                        linear(parameter("latent.weight").expect("contexts"), parameter("latent.bias"), hidden);
                     let contexts: Vec<f64> = contexts.iter().map(|x| x.tanh()).collect();
                     let component = |context: &[f64]| {
-                        softmax(of("decoder.weight").expect("a decoder"), of("decoder.bias"), context)
+                        softmax(parameter("decoder.weight").expect("a decoder"), parameter("decoder.bias"), context)
                     };
                     let components: Vec<Vec<f64>> = contexts.chunks(CONTEXT).map(component).collect();
                     let mixed = |v: usize| {

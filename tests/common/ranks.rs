@@ -67,14 +67,14 @@ pub fn on_ranks<T: Send>(ranks: usize, run: impl Fn(Arc<dyn Collectives>) -> T +
     let shared = Arc::new(Shared { meeting: Mutex::default(), all_are_here: Condvar::new(), sent });
     std::thread::scope(|scope| {
         let run = &run;
-        let of_rank = |rank| {
+        let start = |rank| {
             let (thread, leaves) = (Thread { rank, shared: shared.clone() }, Leaves(shared.clone()));
             scope.spawn(move || {
                 let _leaves = leaves;
                 run(Arc::new(thread))
             })
         };
-        let threads: Vec<_> = (0..ranks).map(of_rank).collect();
+        let threads: Vec<_> = (0..ranks).map(start).collect();
         threads.into_iter().map(|thread| thread.join().expect("a result")).collect()
     })
 }

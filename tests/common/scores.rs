@@ -105,7 +105,7 @@ impl Problem {
         assert_relative_eq!(numbers(&found).named(&name), numbers(&expected), max_relative = tolerance);
         let expected = (expected * &upstream)?.sum_all()?.backward()?;
         let found = (&found * upstream.to_dtype(found.dtype())?.to_device(device)?)?.sum_all()?.backward()?;
-        let of_rounding = match dtype {
+        let rounding = match dtype {
             DType::F64 | DType::F32 => 0.0,
             _ if device.is_cpu() => 6e-3,
             // A GPU rounds the gradient of the logits too.
@@ -113,7 +113,7 @@ impl Problem {
         };
         let (found, expected) = (gradients(&found, &vars), gradients(&expected, &truth));
         // With a single id all are rounding errors of zero.
-        assert_near_from(1e-2, &name, &found, &expected, 4.0 * tolerance + of_rounding);
+        assert_near_from(1e-2, &name, &found, &expected, 4.0 * tolerance + rounding);
         Ok(())
     }
 }

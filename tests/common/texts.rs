@@ -56,23 +56,23 @@ fn gradients(store: &GradStore, vars: &[(String, Var)], rows: Range<usize>) -> R
 /// Loss and gradients of one process with all texts equal what the ranks with some of the texts, and perhaps with some of
 /// the vocabulary, add up to. Ranks with the same rows get the same bits.
 pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<dyn Collectives>>) -> Result<()> {
-    let of_ids = tensor(&[VOCAB], 4, DType::F32)?.abs()?;
-    let of_positions = tensor(&[POSITIONS], 5, DType::F32)?.abs()?;
+    let class_weights = tensor(&[VOCAB], 4, DType::F32)?.abs()?;
+    let position_weights = tensor(&[POSITIONS], 5, DType::F32)?.abs()?;
     let ids = (0..POSITIONS).map(|t| (t * 11 % VOCAB) as u32);
     let targets = Tensor::from_iter(ids, &Device::Cpu)?;
     for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 3e-2)] {
         let hidden = tensor(&[POSITIONS, HIDDEN], 9, dtype)?;
         for (ignored, weighted) in [(99, false), (33, true), (0, false)] {
-            let options = |of_rank: &Tensor| {
+            let options = |rank_weights: &Tensor| {
                 let options = LossOptions::new().with_ignore_index(ignored);
                 if weighted {
-                    options.with_class_weights(of_ids.clone()).with_position_weights(of_rank.clone())
+                    options.with_class_weights(class_weights.clone()).with_position_weights(rank_weights.clone())
                 } else {
                     options
                 }
             };
             let (whole, vars) = head(dtype)?;
-            let expected = whole.loss(&hidden, &targets, &options(&of_positions))?;
+            let expected = whole.loss(&hidden, &targets, &options(&position_weights))?;
             let shard = vocabulary.map(|ranks| VocabShard::new(ranks.clone(), VOCAB)).transpose()?;
             let rows = shard.as_ref().map_or(0..VOCAB, VocabShard::range);
             let expected_gradients = gradients(&expected.backward()?, &vars, rows.clone())?;
@@ -83,15 +83,15 @@ pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<d
                 (start, true) => (start, POSITIONS),
                 (start, false) => (start, start + 3),
             };
-            let of_rank = |whole: &Tensor| whole.narrow(0, start, end - start);
+            let own_text = |whole: &Tensor| whole.narrow(0, start, end - start);
             let (head, vars) = rows_of_head(dtype, rows.clone())?;
             let head: Box<dyn OutputLayer> = match shard {
                 Some(shard) => Box::new(VocabParallel::new(head, shard)?),
                 None => Box::new(head),
             };
             let ranks = DataParallel::new(texts.clone());
-            let options = ranks.options(&of_rank(&targets)?, &options(&of_rank(&of_positions)?))?;
-            let loss = head.loss(&of_rank(&hidden)?, &of_rank(&targets)?, &options)?;
+            let options = ranks.options(&own_text(&targets)?, &options(&own_text(&position_weights)?))?;
+            let loss = head.loss(&own_text(&hidden)?, &own_text(&targets)?, &options)?;
             let mut store = loss.backward()?;
             ranks.all_reduce_named(&mut store, &vars)?;
             let [value] = ranks.sums([loss.value.to_dtype(DType::F64)?.to_scalar::<f64>()?])?;
@@ -99,8 +99,8 @@ pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<d
 
             let mut bits = DefaultHasher::new();
             gradients.iter().chain([&value]).for_each(|number| number.to_bits().hash(&mut bits));
-            let of_ranks = texts.all_gather(&[(bits.finish() >> 12) as f64])?;
-            assert!(of_ranks.iter().all(|of_rank| *of_rank == of_ranks[0]), "{of_ranks:?}");
+            let all_bits = texts.all_gather(&[(bits.finish() >> 12) as f64])?;
+            assert!(all_bits.iter().all(|rank_bits| *rank_bits == all_bits[0]), "{all_bits:?}");
             assert_abs_diff_eq!(value, expected, epsilon = tolerance * expected.abs());
             assert_relative_eq!(gradients, expected_gradients, max_relative = tolerance);
         }

@@ -88,13 +88,16 @@ pub fn in_chunks(mixture: &Mixture, options: &LossOptions) -> Result<LossOptions
 
 fn options(vocab: usize, device: &Device) -> Result<Vec<LossOptions>> {
     let new = LossOptions::new;
-    let of_positions = tensor(&[POSITIONS], 5, DType::F32)?.abs()?.to_device(device)?;
-    let of_ids = tensor(&[vocab], 6, DType::F32)?.abs()?.to_device(device)?;
+    let position_weights = tensor(&[POSITIONS], 5, DType::F32)?.abs()?.to_device(device)?;
+    let class_weights = tensor(&[vocab], 6, DType::F32)?.abs()?.to_device(device)?;
     let everywhere = vec![
         new(),
         new().with_reduction(Reduction::Sum).with_z_loss(0.01),
         new().with_reduction(Reduction::None).with_ignore_index(42),
-        new().with_position_weights(of_positions.clone()).with_class_weights(of_ids.clone()).with_ignore_index(5),
+        new()
+            .with_position_weights(position_weights.clone())
+            .with_class_weights(class_weights.clone())
+            .with_ignore_index(5),
     ];
     if !device.is_cpu() {
         let on_gpus = [
@@ -111,8 +114,8 @@ fn options(vocab: usize, device: &Device) -> Result<Vec<LossOptions>> {
         new()
             .with_label_smoothing(0.3)
             .with_correct(true)
-            .with_class_weights(of_ids)
-            .with_position_weights(of_positions)
+            .with_class_weights(class_weights)
+            .with_position_weights(position_weights)
             .with_ignore_index(42),
         new().with_label_smoothing(0.1).with_z_loss(0.01),
         // The loss alone.
@@ -161,9 +164,9 @@ pub fn equals_the_whole(ranks: &Arc<dyn Collectives>, device: &Device) -> Result
                     })?;
                     let decoder = expected.len() - 2;
                     for (j, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                        let of_id = if j == decoder { D } else { 1 };
+                        let numbers_per_id = if j == decoder { D } else { 1 };
                         let expected = if j >= decoder && !expected.is_empty() {
-                            &expected[shard.range().start * of_id..shard.range().end * of_id]
+                            &expected[shard.range().start * numbers_per_id..shard.range().end * numbers_per_id]
                         } else {
                             &expected[..]
                         };

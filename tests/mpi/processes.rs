@@ -77,23 +77,23 @@ pub(crate) fn run() -> Result<()> {
     assert!(Mpi::new().is_err());
 
     // More than a call sends at once.
-    let of_rank = |rank: usize, i: usize| (rank + i % 5) as f64;
+    let rank_number = |rank: usize, i: usize| (rank + i % 5) as f64;
     let n = (1 << 20) + 3;
-    let mut numbers: Vec<f64> = (0..n).map(|i| of_rank(rank, i)).collect();
+    let mut numbers: Vec<f64> = (0..n).map(|i| rank_number(rank, i)).collect();
     let all = ranks.all_gather(&numbers)?;
-    assert!((0..count).all(|rank| (0..n).all(|i| all[rank * n + i] == of_rank(rank, i))));
+    assert!((0..count).all(|rank| (0..n).all(|i| all[rank * n + i] == rank_number(rank, i))));
     ranks.all_reduce_sum(Numbers::F64(&mut numbers))?;
-    assert!((0..n).all(|i| numbers[i] == (0..count).map(|rank| of_rank(rank, i)).sum::<f64>()));
+    assert!((0..n).all(|i| numbers[i] == (0..count).map(|rank| rank_number(rank, i)).sum::<f64>()));
     // Rounding depends on the order of a sum, which must be the same for every rank.
     let mut numbers: Vec<f32> = (0..n).map(|i| ((i + 7 * rank) as f32).sin()).collect();
     ranks.all_reduce_sum(Numbers::F32(&mut numbers))?;
     let mut bits = DefaultHasher::new();
     numbers.iter().for_each(|number| number.to_bits().hash(&mut bits));
-    let of_ranks = ranks.all_gather(&[(bits.finish() >> 12) as f64])?;
-    assert!(of_ranks.iter().all(|of_rank| *of_rank == of_ranks[0]), "{of_ranks:?}");
-    let mut numbers: Vec<f32> = (0..n).map(|i| of_rank(rank, i) as f32).collect();
+    let all_bits = ranks.all_gather(&[(bits.finish() >> 12) as f64])?;
+    assert!(all_bits.iter().all(|bits_of_rank| *bits_of_rank == all_bits[0]), "{all_bits:?}");
+    let mut numbers: Vec<f32> = (0..n).map(|i| rank_number(rank, i) as f32).collect();
     ranks.broadcast(Numbers::F32(&mut numbers), count - 1)?;
-    assert!((0..n).all(|i| numbers[i] == of_rank(count - 1, i) as f32));
+    assert!((0..n).all(|i| numbers[i] == rank_number(count - 1, i) as f32));
     assert!(ranks.broadcast(Numbers::F32(&mut numbers), count).is_err());
 
     let bits = vocabulary::equals_the_whole(&ranks, &Device::Cpu)?;

@@ -23,7 +23,7 @@ union Tile {
     alignas(128) Brain pieces[STAGES][2][TILE * DEPTH];
     struct {
         Brain exponentials[TILE * PITCH];
-        // Of a row's ids in a warp: the largest exponent of two, and the sum of the powers.
+        // The largest exponent of two of a row's ids in a warp, and the sum of the powers.
         Extent powers[4][TILE];
         float references[TILE], biases[TILE];
         int targets[TILE];

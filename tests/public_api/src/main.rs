@@ -11,12 +11,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .omit_blanket_impls(true)
         .include_function_parameter_names(true)
         .build()?;
-    let of_a_trait = |line: &str| line.starts_with("impl") && line.contains(" for ");
-    let of_traits: HashSet<_> =
-        interface.items().filter(|item| of_a_trait(&item.to_string())).map(|item| item.id()).collect();
+    let is_trait_impl = |line: &str| line.starts_with("impl") && line.contains(" for ");
+    let trait_impls: HashSet<_> =
+        interface.items().filter(|item| is_trait_impl(&item.to_string())).map(|item| item.id()).collect();
     for item in interface.items() {
         let line = item.to_string();
-        let repeats_trait = line.starts_with("pub fn") && item.parent_id().is_some_and(|id| of_traits.contains(&id));
+        let repeats_trait = line.starts_with("pub fn") && item.parent_id().is_some_and(|id| trait_impls.contains(&id));
         if !repeats_trait && !line.contains("StructuralPartialEq") {
             println!("{}", line.replace("mos_head::", ""));
         }

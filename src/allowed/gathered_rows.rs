@@ -114,11 +114,7 @@ fn list_products(contexts: &Tensor, matrix: &Weight, lists: &Arc<IdLists>) -> Re
     let constant = matrix.detach();
     let values = backend::list_products(&contexts.detach(), &constant, lists)?;
     let (needs_grad, lists) = ([contexts.track_op(), matrix.track_op()], lists.clone());
-    let trained = match matrix {
-        Weight::Dense(matrix) => Some(matrix),
-        Weight::Quantised(_) => None,
-    };
-    attach("products of lists", values, [Some(contexts), trained, None], move |[contexts, _, _], _, upstream| {
+    attach("products of lists", values, [Some(contexts), matrix.dense(), None], move |[contexts, _, _], _, upstream| {
         let upstream = upstream.contiguous()?;
         let [context_gradient, matrix_gradient] =
             backend::list_product_gradients(&contexts.detach(), &constant, &lists, &upstream, needs_grad)?;

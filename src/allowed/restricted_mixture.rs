@@ -10,7 +10,7 @@ use crate::backend::operands::Sizes;
 use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
-use crate::loss::{Loss, LossOptions, OutputShape, PositionOptions, Precision, Request};
+use crate::loss::{Loss, LossOptions, OutputShape, PositionOptions, Precision, Request, IGNORED};
 use crate::mixture::Mixture;
 use crate::scores::{are_argmax, candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
@@ -259,9 +259,6 @@ impl Distributions for RestrictedMixture {
         choices.mixture.next_tokens_within(&choices.restriction, ids, vocab, requests)
     }
 }
-
-/// The target of an ignored position.
-const IGNORED: i64 = -1;
 
 /// Returns the place of each target or candidate among the allowed `ids`.
 fn places<'a>(ids: &'a [u32], required: &'a [Option<usize>]) -> impl Iterator<Item = i64> + 'a {

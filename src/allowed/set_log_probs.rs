@@ -6,11 +6,12 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::gathered_rows::{gathered_softmax, is_single, list_logits};
-use crate::backend::operands::{accumulation_dtype, Sizes};
+use crate::backend::operands::Sizes;
 use crate::distributions::Distributions;
 use crate::error::Result;
 use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;
+use crate::tensors::checks::accumulation_dtype;
 use crate::tensors::id_lists::{IdLists, Restriction};
 use crate::tensors::log_softmax::log_softmax;
 use crate::tensors::transfer;

@@ -34,11 +34,12 @@ pub(crate) mod weight;
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
+use crate::tensors::checks::accumulation_dtype;
 use crate::tensors::id_lists::{self, IdLists};
 use distribution::{answers, Visit};
 use divergence::DivergenceTerms;
 use objective::{LossResults, Objective, Scored, Task};
-use operands::{accumulation_dtype, Operands};
+use operands::Operands;
 use plan::Planned;
 use quantised::QuantisedMatrix;
 use ranking::TopKQuery;

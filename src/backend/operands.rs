@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, TensorId};
 use crate::backend::collectives::Numbers;
 use crate::backend::logit_function::LogitFunction;
 use crate::backend::weight::Weight;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::tensors::id_lists::matrix_rows;
 
 /// The precision of matrix products: of a loss ([`LossOptions::with_precision`](crate::LossOptions::with_precision)), or
@@ -234,14 +234,5 @@ impl Real for f64 {
 
     fn numbers(values: &mut [f64]) -> Numbers<'_> {
         Numbers::F64(values)
-    }
-}
-
-/// Returns the dtype in which tensors of `dtype` are computed; an unsupported dtype is an error that names `argument`.
-pub(crate) fn accumulation_dtype(argument: &'static str, dtype: DType) -> Result<DType> {
-    match dtype {
-        DType::F16 | DType::BF16 | DType::F32 => Ok(DType::F32),
-        DType::F64 => Ok(DType::F64),
-        got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
     }
 }

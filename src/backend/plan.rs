@@ -29,22 +29,6 @@ impl Planned {
     }
 }
 
-/// The default budgets, in bytes or rows of logits, chosen by measurement (see `docs/measurements.md`).
-pub(super) mod default {
-    /// The least bytes of a chunk's rows for which the default budget on the CPU has room.
-    pub(in crate::backend) const CPU_BYTES: usize = 32 << 20;
-    /// The rows of a chunk for which the default budget on the CPU has room. Each chunk reads the whole decoder and adds
-    /// to its whole gradient, which is costly with fewer rows.
-    pub(in crate::backend) const CPU_ROWS: usize = 480;
-    /// The rows of a chunk that ranks ids and has no gradient: chunks of half as many rows take hardly longer.
-    pub(in crate::backend) const CPU_ROWS_OF_RANKING: usize = 240;
-    /// The rows of a chunk on a tile unit, which multiplies faster than memory provides the gradient. Its exponentials take
-    /// half the bytes.
-    pub(in crate::backend) const CPU_ROWS_OF_TILES: usize = 768;
-    /// The most rows of a chunk on the CPU if it keeps no logits: its contexts stay in a cache while the decoder passes.
-    pub(in crate::backend) const CPU_ROWS_WITHOUT_LOGITS: usize = 768;
-}
-
 /// The workspace that a backend needs, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Needs {

@@ -50,20 +50,22 @@ impl Weight {
         }
     }
 
-    /// Returns the weight if it is a variable.
-    pub(crate) fn variable(&self) -> Option<Tensor> {
+    /// Returns the weight if it is a tensor. Quantised rows are no operand of the graph, and have no gradient.
+    pub(crate) fn dense(&self) -> Option<&Tensor> {
         match self {
-            Weight::Dense(weight) => Some(weight.clone()).filter(Tensor::is_variable),
+            Weight::Dense(weight) => Some(weight),
             Weight::Quantised(_) => None,
         }
     }
 
+    /// Returns the weight if it is a variable.
+    pub(crate) fn variable(&self) -> Option<Tensor> {
+        self.dense().filter(|weight| weight.is_variable()).cloned()
+    }
+
     /// Returns whether the weight depends on a variable.
     pub(crate) fn track_op(&self) -> bool {
-        match self {
-            Weight::Dense(weight) => weight.track_op(),
-            Weight::Quantised(_) => false,
-        }
+        self.dense().is_some_and(Tensor::track_op)
     }
 
     /// Detaches the weight from the graph.

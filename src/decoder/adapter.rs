@@ -12,10 +12,12 @@ use candle_core::{DType, Tensor};
 use candle_nn::{Init, VarBuilder};
 
 use crate::backend;
-use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::tensors::autograd::converted;
-use crate::tensors::checks::{check_alike, check_float, check_number, check_product, check_sizes, check_vocab};
+use crate::tensors::checks::{
+    accumulation_dtype, check_alike, check_float, check_number, check_product, check_sizes, check_vocab,
+};
+use crate::tensors::initial_values::linear_init;
 use crate::tensors::linear::{linear_layer, LinearOperands};
 
 /// The sizes and the scale of a [`LowRankAdapter`].
@@ -142,8 +144,7 @@ impl LowRankAdapter {
         check_product("rank * context_dim", &[rank, context_dim])?;
         check_product("vocab_size * rank", &[vocab_size, rank])?;
         check_number(alpha.is_finite(), "alpha", "a finite number", alpha)?;
-        let within = 1.0 / (context_dim as f64).sqrt();
-        let a = vb.get_with_hints((rank, context_dim), "lora_A.weight", Init::Uniform { lo: -within, up: within })?;
+        let a = vb.get_with_hints((rank, context_dim), "lora_A.weight", linear_init(context_dim))?;
         let b = vb.get_with_hints((vocab_size, rank), "lora_B.weight", Init::Const(0.0))?;
         Self::from_tensors(a, b, alpha / rank as f64)
     }

@@ -3,10 +3,10 @@
 use candle_core::{Tensor, D};
 
 use super::log_probs::check_host_log_probs;
-use crate::backend::operands::{accumulation_dtype, Sizes};
+use crate::backend::operands::Sizes;
 use crate::error::{Error, Result};
 use crate::mixture::Mixture;
-use crate::tensors::checks::check_number;
+use crate::tensors::checks::{accumulation_dtype, check_number};
 use crate::tensors::permutation::sorted;
 use crate::tensors::transfer;
 

@@ -81,8 +81,8 @@ impl<'a> Verification<'a> {
 
     /// Verifies the drafts of each text by the tokens that `next_tokens` draws for all rows, or for some of them.
     ///
-    /// An error of a row after a rejected draft, or after the end of the text, is none of the text, which never comes there: the rows before it are computed
-    /// again without it.
+    /// An error of a row after a rejected draft, or after the end of the text, does not count, because plain sampling never
+    /// reaches that row: the rows before it are computed again without it.
     pub(crate) fn verify(
         mut self,
         next_tokens: impl Fn(Option<&[u32]>, &[&TokenRequest]) -> Result<Vec<NextToken>>,

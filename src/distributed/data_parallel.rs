@@ -11,9 +11,9 @@ use candle_nn::VarMap;
 
 use crate::backend::agreement::{agree, first_other, Agreed, Call};
 use crate::backend::collectives::{Collectives, Numbers};
-use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, OutputShape, Positions};
+use crate::tensors::checks::accumulation_dtype;
 
 /// Ranks with the same parameters and texts of their own, which compute the loss of all texts and its gradients.
 ///

@@ -7,7 +7,6 @@ use candle_core::{DType, Tensor};
 
 use crate::backend;
 use crate::backend::agreement::{Agreed, Call};
-use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{order, Ranked, TopKQuery};
 use crate::backend::shard::VocabShard;
 use crate::decoding::{AllLogProbsQuery, Entries, NextToken, NextTokenQuery, Sampler, TokenRequest, TopK};
@@ -16,6 +15,7 @@ use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, OutputShape, Request};
 use crate::mixture::{DistillOptions, Mixture, Teacher};
 use crate::scores::{candidate_count, LogProbLoss, ScoreOptions, Scores};
+use crate::tensors::checks::accumulation_dtype;
 
 /// The distributions over a whole vocabulary, of which the decoder of a mixture has the rows of one rank's shard, from
 /// [`Mixture::vocab_parallel`]. Every rank calls each method with the same contexts, log-priors and arguments, and gets

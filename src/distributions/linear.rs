@@ -3,12 +3,13 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor, D};
+use candle_core::{Tensor, D};
 
-use crate::backend::operands::accumulation_dtype;
 use crate::error::Result;
 use crate::loss::{CountedPositions, Loss};
 use crate::scores::{LogProbLoss, ScoreLoss, Scores};
+use crate::tensors::checks::accumulation_dtype;
+use crate::tensors::transfer::number_like;
 
 /// Computes a loss of these scores, of positions with these leading dimensions.
 pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -> Result<(Loss, Tensor)> {
@@ -76,6 +77,6 @@ fn linear_loss(
     let has_derivative = derivatives.ne(0.0)?;
     let linear = has_derivative.where_cond(&(columns * &derivatives)?, &columns.zeros_like()?)?.sum_all()?;
     let value = (&linear + (&sum - linear.detach())?)?;
-    let count = Tensor::new(positions as f64, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+    let count = number_like(columns, positions as f64)?;
     Ok((Loss::new(value, sum, count, nll(&values)?), values))
 }

@@ -5,13 +5,13 @@ use candle_core::{DType, Tensor};
 use super::{Distributions, Sealed};
 use crate::backend;
 use crate::backend::objective::{Objective, Scored, Task};
-use crate::backend::operands::{accumulation_dtype, NeedsGrad};
+use crate::backend::operands::NeedsGrad;
 use crate::decoding::{DrawQuery, NextToken, NextTokenQuery, Sampler, TokenRequest, TopK};
 use crate::error::Result;
 use crate::loss::{CountedPositions, Loss, OutputShape, Request};
 use crate::mixture::{node, Mixture};
 use crate::scores::{candidate_count, LogProbLoss, ScoreLoss, ScoreOptions, Scores};
-use crate::tensors::checks::check_product;
+use crate::tensors::checks::{accumulation_dtype, check_product};
 use crate::tensors::transfer;
 
 impl Sealed for Mixture {

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
+use crate::tensors::checks::accumulation_dtype;
 use crate::tensors::transfer;
 
 /// The `n` positions that count.

@@ -11,7 +11,7 @@ use rand_distr::weighted::WeightedAliasIndex;
 use rand_distr::Exp1;
 
 use crate::error::{Error, Result};
-use crate::tensors::checks::check_sizes;
+use crate::tensors::checks::{check_frequencies, check_sizes, FREQUENCY_SUM};
 
 /// The distribution that negatives are drawn from.
 ///
@@ -80,18 +80,10 @@ impl NoiseDistribution {
     ///
     /// If a count is negative or not finite, or all are zero.
     pub fn unigram(counts: &[f64]) -> Result<Self> {
-        let is_count = |count: &f64| *count >= 0.0 && count.is_finite();
-        if let Some(index) = counts.iter().position(|count| !is_count(count)) {
-            let got = format!("{} at index {index}", counts[index]);
-            return Err(Error::config("counts", "finite numbers, at least 0", got));
-        }
-        let total: f64 = counts.iter().sum();
-        let error = || Error::config("counts", "a positive, finite sum", total);
-        if total <= 0.0 || !total.is_finite() {
-            return Err(error());
-        }
+        let total = check_frequencies("counts", counts)?;
         let probabilities: Vec<f64> = counts.iter().map(|count| count / total).collect();
-        let alias = WeightedAliasIndex::new(probabilities.clone()).map_err(|_| error())?;
+        let alias = WeightedAliasIndex::new(probabilities.clone())
+            .map_err(|_| Error::config("counts", FREQUENCY_SUM, total))?;
         let possible = probabilities.iter().filter(|probability| **probability > 0.0).count();
         Ok(NoiseDistribution(NoiseKind::Unigram(Arc::new(Unigram { probabilities, possible, alias }))))
     }

@@ -10,6 +10,9 @@ use crate::backend::objective::GradScale;
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_device, check_number, check_targets, check_weights, read_ids};
 
+/// The target of an ignored position, where this crate makes the targets.
+pub(crate) const IGNORED: i64 = -1;
+
 /// The positions and the vocabulary of the distributions that an objective is about.
 #[derive(Clone, Copy, Debug)]
 pub struct OutputShape<'a> {

@@ -7,12 +7,13 @@ use super::sample::Sample;
 use super::{sampled_softmax, shard_loss, Mixture};
 use crate::backend;
 use crate::backend::objective::{GradScale, LossResults, Objective, TargetKind, TargetLoss, Task};
-use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
+use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::{Plan, Planned};
 use crate::backend::weight::Weight;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{DecoderRows, Loss, LossOptions, Reduction, Request, SampledLoss, UncheckedTargets};
 use crate::tensors::autograd::{into_variable, variable_ids};
+use crate::tensors::checks::accumulation_dtype;
 
 impl Mixture {
     /// Sets the contexts of ignored positions to zero if [`Request::needs_mask`] says so.

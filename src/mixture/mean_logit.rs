@@ -12,9 +12,10 @@ use candle_core::{DType, Tensor};
 use super::node::{attach_operands, needs_grad};
 use super::Mixture;
 use crate::backend::objective::Gradients;
-use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
+use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::weight::Weight;
 use crate::error::Result;
+use crate::tensors::checks::accumulation_dtype;
 
 /// The number of the decoder's rows that are converted and added up at a time.
 const ROWS: usize = 1024;
@@ -108,7 +109,7 @@ impl MeanTerms {
         Ok(Gradients {
             contexts: needs_grad.contexts.then(context_gradient).transpose()?,
             log_priors: needs_grad.log_priors.then(log_prior_gradient).transpose()?,
-            weight: dense(weight).filter(|_| needs_grad.weight).map(weight_gradient).transpose()?,
+            weight: weight.dense().filter(|_| needs_grad.weight).map(weight_gradient).transpose()?,
             adapter: adapter.as_ref().filter(|_| needs_grad.adapter).map(adapter_gradient).transpose()?,
             bias: needs_grad.bias.then(bias_gradient).transpose()?,
         })
@@ -123,18 +124,10 @@ impl MeanTerms {
         Ok(Gradients {
             contexts: zeros(Some(contexts), needs_grad.contexts)?,
             log_priors: zeros(log_priors.as_ref(), needs_grad.log_priors)?,
-            weight: zeros(dense(weight), needs_grad.weight)?,
+            weight: zeros(weight.dense(), needs_grad.weight)?,
             adapter: zeros(adapter.as_ref(), needs_grad.adapter)?,
             bias: zeros(bias.as_ref(), needs_grad.bias)?,
         })
-    }
-}
-
-/// Returns the weight if it is a tensor: quantised rows have no gradient.
-fn dense(weight: &Weight) -> Option<&Tensor> {
-    match weight {
-        Weight::Dense(weight) => Some(weight),
-        Weight::Quantised(_) => None,
     }
 }
 

@@ -17,12 +17,14 @@ mod shard_loss;
 use candle_core::Tensor;
 
 use crate::backend::logit_function::{check_logits, LogitFunction};
-use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
+use crate::backend::operands::{Operands, Sizes};
 use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
 use crate::tensors::autograd::converted;
-use crate::tensors::checks::{check_alike, check_device, check_elements, check_sizes, check_vocab};
+use crate::tensors::checks::{
+    accumulation_dtype, check_alike, check_bias, check_device, check_elements, check_sizes, check_vocab,
+};
 use crate::tensors::linear::as_matrix;
 use crate::tensors::transfer;
 pub(crate) use distill::{DistillLoss, Distillation};
@@ -127,11 +129,8 @@ impl Mixture {
         let bias = match bias {
             None => None,
             Some(bias) => {
-                if bias.dims() != [vocab] {
-                    return Err(Error::shape("bias", format!("[{vocab}]"), bias.dims()));
-                }
+                check_bias("bias", bias, vocab)?;
                 check_device("bias", bias, contexts)?;
-                accumulation_dtype("bias", bias.dtype())?;
                 Some(converted(bias, accumulation)?.contiguous()?)
             }
         };

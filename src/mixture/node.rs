@@ -9,13 +9,12 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::backend;
 use crate::backend::objective::{Gradients, Objective, Scored};
-use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands};
+use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::plan::Planned;
-use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 use crate::loss::Reduction;
 use crate::tensors::autograd::{attach, is_root};
-use crate::tensors::checks::check_number;
+use crate::tensors::checks::{accumulation_dtype, check_number};
 use crate::tensors::joined::join;
 
 /// The gradients of a value, if they are known before the backward pass.
@@ -117,13 +116,9 @@ pub(super) fn attach_operands(
     let trained_dtypes = trained.map(|operand| operand.map(Tensor::dtype));
     let (joined, joined_gradients) = join("operands of the mixture", trained, contexts)?;
     let source = operands.contexts_source().clone();
-    let weight = match weight {
-        Weight::Dense(weight) => Some(weight.clone()),
-        // Quantised rows are no operand of the graph.
-        Weight::Quantised(_) => None,
-    };
-    let (shape, dtype, weight_dtype) = (source.shape().clone(), source.dtype(), weight.as_ref().map(Tensor::dtype));
-    let graph_operands = [Some(&source), joined.as_ref(), weight.as_ref()];
+    let weight = weight.dense();
+    let (shape, dtype, weight_dtype) = (source.shape().clone(), source.dtype(), weight.map(Tensor::dtype));
+    let graph_operands = [Some(&source), joined.as_ref(), weight];
     attach("mixture", value, graph_operands, move |_, value, upstream| {
         let gradients = gradients(value, upstream)?;
         // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before, too): a

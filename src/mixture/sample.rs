@@ -8,9 +8,10 @@
 use candle_core::{Tensor, D};
 
 use crate::backend::logit_function::{softplus, LogitFunction};
-use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
+use crate::backend::operands::{Operands, Sizes};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Negatives, Request, SampledLoss};
+use crate::tensors::checks::accumulation_dtype;
 use crate::tensors::transfer::vector;
 
 /// The ids that a loss over a sample looks at: the negatives, and then the targets that are no negatives.

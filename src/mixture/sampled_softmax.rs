@@ -10,13 +10,11 @@
 
 use super::sample::Sample;
 use crate::backend::objective::TargetLoss;
-use crate::backend::operands::{accumulation_dtype, Operands, Sizes};
+use crate::backend::operands::{Operands, Sizes};
 use crate::error::Result;
-use crate::loss::{Negatives, Request};
+use crate::loss::{Negatives, Request, IGNORED};
+use crate::tensors::checks::accumulation_dtype;
 use crate::tensors::transfer::{to_device, vector};
-
-/// The target of an ignored position.
-const IGNORED: i64 = -1;
 
 /// Makes the operands and the objective of the fused loss from operands whose vocabulary is the sample.
 pub(super) fn operands_and_loss(

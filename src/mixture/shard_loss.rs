@@ -8,10 +8,11 @@ use super::node::needs_grad;
 use super::Mixture;
 use crate::backend::agreement::{Agreed, Call};
 use crate::backend::objective::TargetLoss;
-use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
+use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::shard::VocabShard;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, PositionOptions, Request};
+use crate::tensors::checks::accumulation_dtype;
 
 impl Mixture {
     /// Computes the loss over the whole vocabulary, of which the decoder of this mixture has the rows of one rank's

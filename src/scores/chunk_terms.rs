@@ -8,9 +8,9 @@ use candle_core::Tensor;
 
 use super::{candidate_count, ScoreOptions};
 use crate::backend::objective::{LogProbTerms, ScoreTerms, POSITION_SCORES};
-use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, OptionName, Result};
 use crate::loss::CountedPositions;
+use crate::tensors::checks::accumulation_dtype;
 
 /// The scores of some positions, on the device of the contexts, in f32 (f64 for f64).
 ///

@@ -6,11 +6,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::loss::CountedPositions;
 use crate::scores::{ScoreLoss, ScoreOptions};
-use crate::tensors::checks::{check_device, check_float, check_number, check_targets};
+use crate::tensors::checks::{accumulation_dtype, check_device, check_number, check_targets, check_weights};
 use crate::tensors::transfer::number_like;
 
 /// The largest log-ratio whose exponential is computed. Beyond it the exponential is continued linearly, so that it
@@ -324,22 +323,13 @@ impl PolicyBatch {
     fn check(&self, leading: &[usize], like: &Tensor, options: &PolicyOptions) -> Result<()> {
         check_targets("token_ids", &self.token_ids, leading)?;
         check_device("token_ids", &self.token_ids, like)?;
-        let check = |argument, tensor: &Tensor| {
-            check_float(argument, tensor)?;
-            check_device(argument, tensor, like)?;
-            if tensor.dims() == leading {
-                Ok(())
-            } else {
-                Err(Error::shape(argument, format!("{leading:?}"), tensor.dims()))
-            }
-        };
-        check("advantages", &self.advantages)?;
+        check_weights("advantages", &self.advantages, leading, like)?;
         for (argument, log_probs) in [
             ("old_log_probs", &self.old_log_probs),
             ("reference_log_probs", &self.reference_log_probs),
             ("sampler_log_probs", &self.sampler_log_probs),
         ] {
-            log_probs.as_ref().map_or(Ok(()), |log_probs| check(argument, log_probs))?;
+            log_probs.as_ref().map_or(Ok(()), |log_probs| check_weights(argument, log_probs, leading, like))?;
         }
         if options.kl != 0.0 && self.reference_log_probs.is_none() {
             return Err(Error::config(

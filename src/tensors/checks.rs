@@ -73,7 +73,7 @@ pub(crate) fn leading(hidden: &Tensor) -> Result<&[usize]> {
     }
 }
 
-/// Checks that the weights of positions or classes have these dimensions, a float dtype and the device of another
+/// Checks that weights of positions or classes, or log-probabilities, have these dimensions, a float dtype and the device of another
 /// tensor.
 pub(crate) fn check_weights(argument: &'static str, weights: &Tensor, dims: &[usize], other: &Tensor) -> Result<()> {
     if weights.dims() != dims {
@@ -83,12 +83,18 @@ pub(crate) fn check_weights(argument: &'static str, weights: &Tensor, dims: &[us
     check_device(argument, weights, other)
 }
 
-/// Checks that a parameter has a dtype that the kernels support.
-pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()> {
-    match tensor.dtype() {
-        DType::F16 | DType::BF16 | DType::F32 | DType::F64 => Ok(()),
+/// Returns the dtype in which tensors of `dtype` are computed; an unsupported dtype is an error that names `argument`.
+pub(crate) fn accumulation_dtype(argument: &'static str, dtype: DType) -> Result<DType> {
+    match dtype {
+        DType::F16 | DType::BF16 | DType::F32 => Ok(DType::F32),
+        DType::F64 => Ok(DType::F64),
         got => Err(Error::DType { argument, expected: "f16, bf16, f32 or f64".into(), got }),
     }
+}
+
+/// Checks that a parameter has a dtype that the kernels support.
+pub(crate) fn check_float(argument: &'static str, tensor: &Tensor) -> Result<()> {
+    accumulation_dtype(argument, tensor.dtype()).map(drop)
 }
 
 /// Checks the shape and the dtype of a bias.
@@ -97,6 +103,20 @@ pub(crate) fn check_bias(argument: &'static str, bias: &Tensor, outputs: usize) 
         return Err(Error::shape(argument, format!("[{outputs}]"), bias.dims()));
     }
     check_float(argument, bias)
+}
+
+/// What errors name as expected of a sum of frequencies.
+pub(crate) const FREQUENCY_SUM: &str = "a positive, finite sum";
+
+/// Checks frequencies, and returns their sum.
+pub(crate) fn check_frequencies(argument: &'static str, frequencies: &[f64]) -> Result<f64> {
+    if let Some(index) = frequencies.iter().position(|x| !(*x >= 0.0 && x.is_finite())) {
+        let got = format!("{} at index {index}", frequencies[index]);
+        return Err(Error::config(argument, "finite numbers, at least 0", got));
+    }
+    let sum: f64 = frequencies.iter().sum();
+    check_number(sum > 0.0 && sum.is_finite(), argument, FREQUENCY_SUM, sum)?;
+    Ok(sum)
 }
 
 /// The values that errors name as expected of log-probabilities.

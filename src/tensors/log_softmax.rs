@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor, D};
 
 use crate::error::Result;
+use crate::tensors::transfer::accurate_dtype;
 
 /// Computes the log-softmax of each row. The largest value is a constant, so that it has no gradient of its own, which
 /// candle-nn's log-softmax gives it, and which only rounding keeps from zero.
@@ -18,7 +19,7 @@ pub(crate) fn biased(z: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         Some(bias) => z.broadcast_add(bias)?,
         None => z.clone(),
     };
-    let z = z.to_dtype(if z.dtype() == DType::F64 { DType::F64 } else { DType::F32 })?;
+    let z = z.to_dtype(accurate_dtype(&z))?;
     // candle has no maximum of an empty tensor.
     let is_empty = z.elem_count() == 0;
     Ok(if is_empty { z } else { candle_nn::ops::log_softmax(&z, D::Minus1)? })

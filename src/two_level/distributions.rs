@@ -9,7 +9,6 @@ use candle_core::{DType, Tensor};
 use super::{Cluster, Levels, TwoLevel};
 use crate::backend;
 use crate::backend::distribution::{Computed, Visit};
-use crate::backend::operands::accumulation_dtype;
 use crate::backend::parallel;
 use crate::decoding::{
     AllLogProbsQuery, DrawQuery, NextToken, NextTokenQuery, Sampler, Sampling, Stage, TokenRequest, TopK,
@@ -18,7 +17,7 @@ use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
 use crate::heads::{request_layer_methods, select_hidden, MixtureLayer, OutputLayer, RequestLayer};
 use crate::loss::{Loss, OutputShape, Request};
-use crate::tensors::checks::{check_product, leading};
+use crate::tensors::checks::{accumulation_dtype, check_product, leading};
 use crate::tensors::transfer::{select_positions, to_device};
 
 /// The number of positions whose log-probabilities of all ids are held at once.

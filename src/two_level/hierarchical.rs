@@ -9,9 +9,9 @@ use candle_nn::{Init, VarBuilder};
 use super::{Cluster, LevelNames, Permutation, TwoLevel};
 use crate::error::{Error, Result};
 use crate::heads::{MixtureLayer, SoftmaxHead};
-use crate::tensors::checks::{check_at_most, check_product, check_sizes, check_vocab};
+use crate::tensors::checks::{check_at_most, check_frequencies, check_product, check_sizes, check_vocab};
 use crate::tensors::initial_values::linear_init;
-use crate::tensors::permutation::sorted;
+use crate::tensors::permutation::{inverse, sorted};
 
 /// The largest number of classes, each of which has variables of its own.
 const MAX_CLASSES: usize = 1 << 20;
@@ -73,15 +73,7 @@ impl Classes {
     /// ```
     pub fn from_frequencies(frequencies: &[f64], classes: usize) -> Result<Self> {
         check_sizes(&[("classes", classes)])?;
-        let is_valid = |x: &f64| *x >= 0.0 && x.is_finite();
-        if let Some(index) = frequencies.iter().position(|x| !is_valid(x)) {
-            let got = format!("{} at index {index}", frequencies[index]);
-            return Err(Error::config("frequencies", "finite numbers, at least 0", got));
-        }
-        let total: f64 = frequencies.iter().sum();
-        if total <= 0.0 || !total.is_finite() {
-            return Err(Error::config("frequencies", "a positive, finite sum", total));
-        }
+        let total = check_frequencies("frequencies", frequencies)?;
         let order = sorted(frequencies.len(), &|a, b| frequencies[b].total_cmp(&frequencies[a]));
         let mut given = vec![0; frequencies.len()];
         let (mut mass, mut bin, mut class) = (0.0, 0, 0);
@@ -196,9 +188,7 @@ fn given_class_sizes(given: &[u32]) -> Result<(Vec<usize>, Option<Permutation>)>
     }
     // Ids ascend within a class.
     let id_by_slot = sorted(vocab, &|a, b| given[a].cmp(&given[b]));
-    let mut slot_by_id = vec![0; vocab];
-    id_by_slot.iter().zip(0..).for_each(|(&id, slot)| slot_by_id[id as usize] = slot);
-    Ok((sizes, Some(Permutation { slot_by_id, id_by_slot })))
+    Ok((sizes, Some(Permutation { slot_by_id: inverse(&id_by_slot), id_by_slot })))
 }
 
 /// The fields of a configuration that is deserialized: sizes are required, options have the defaults of `new`.

@@ -10,17 +10,13 @@ use std::fmt::Debug;
 use candle_core::{DType, Device, Tensor, TensorId};
 
 use super::{Cluster, Levels, Place, TwoLevel};
-use crate::backend::operands::accumulation_dtype;
 use crate::distributions::Distributions;
 use crate::error::Result;
 use crate::heads::{MixtureLayer, RequestLayer};
-use crate::loss::{Loss, LossOptions, Reduction, Request};
+use crate::loss::{Loss, LossOptions, Reduction, Request, IGNORED};
 use crate::tensors::autograd::variable_ids;
-use crate::tensors::checks::{check_hidden, leading};
+use crate::tensors::checks::{accumulation_dtype, check_hidden, leading};
 use crate::tensors::transfer::{spread, to_device, to_device_as};
-
-/// The index of the targets that the root ignores.
-const IGNORED: i64 = -1;
 
 /// The positions whose targets are in one cluster, which are consecutive among the sorted positions.
 struct ClusterGroup<'a> {

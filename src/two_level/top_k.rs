@@ -10,10 +10,10 @@ use super::distributions::TwoLevelDistributions;
 use super::{addition, Levels};
 use crate::backend;
 use crate::backend::distribution::Computed;
-use crate::backend::operands::accumulation_dtype;
 use crate::backend::ranking::{self, order, Ranked};
 use crate::decoding::{AllLogProbsQuery, TopK};
 use crate::error::Result;
+use crate::tensors::checks::accumulation_dtype;
 use crate::tensors::transfer::read_matrix;
 
 /// The search for the top k at one position.

@@ -85,11 +85,18 @@ impl<'a> QuantisedValues<'a> {
     }
 }
 
-/// A type of numbers of which any bits are one.
-trait Plain: Copy {}
-impl Plain for f32 {}
-impl Plain for f16 {}
-impl Plain for bf16 {}
+/// A type of numbers.
+///
+/// # Safety
+///
+/// Any bits are a value of the type.
+unsafe trait Plain: Copy {}
+// SAFETY: any 32 bits are a number.
+unsafe impl Plain for f32 {}
+// SAFETY: any 16 bits are a number.
+unsafe impl Plain for f16 {}
+// SAFETY: any 16 bits are a number.
+unsafe impl Plain for bf16 {}
 
 /// Returns bytes as numbers, if they are aligned and whole.
 fn numbers<T: Plain>(bytes: &[u8]) -> Option<&[T]> {

@@ -25,7 +25,7 @@ pub(super) fn zeros<F: BufferElement>(n: usize) -> Vec<F> {
     filled(F::default(), n)
 }
 
-/// Returns `n` times a value, as [`zeros`] does. It serves numbers whose zero is not their default.
+/// Returns `n` times a value, as [`zeros`] does. It serves types without a default.
 pub(super) fn filled<F: Copy + Send + Sync>(value: F, n: usize) -> Vec<F> {
     let mut values = vec![value; n];
     huge_pages::provide(&mut values);
@@ -162,10 +162,10 @@ mod huge_pages {
         let range = buffer.as_mut_ptr_range();
         let start = (range.start as usize).next_multiple_of(page);
         let end = range.end as usize / page * page;
-        // SAFETY: the pages from `start` to `end` lie within the buffer, which is borrowed, and the advice changes how
+        // SAFETY: the pages from `start` to `end`, if there are any, lie within the buffer, which is borrowed, and the advice changes how
         // they are mapped, not what they contain. A failure has no effect.
         unsafe {
-            libc::madvise(start as *mut libc::c_void, end - start, advice);
+            libc::madvise(start as *mut libc::c_void, end.saturating_sub(start), advice);
         }
     }
 }

@@ -13,15 +13,29 @@ use super::two_pass::{self, FirstProduct, LogitTiles};
 use super::vector::simd::Isa;
 use crate::backend::objective::{ScoreTask, TargetKind, Task};
 use crate::backend::operands::{Operands, Precision, Sizes};
-use crate::backend::plan::{default, Computation, Kernels, Needs, Plan, Planned};
+use crate::backend::plan::{Computation, Kernels, Needs, Plan, Planned};
 use crate::error::{Error, OptionName, Result};
 
 /// The most rows of a loss without gradients for which inner products are faster: in the kernels of `one_pass` a row is one
 /// lane of a register.
 const FEW_ROWS: usize = 4;
 
+// The default budgets are in bytes or rows of logits, and chosen by measurement (`docs/measurements.md`).
+
 /// The least rows of a chunk of decoding for which the default budget has room.
 const DECODING_ROWS: usize = 64;
+/// The least bytes of a chunk's rows for which the default budget has room.
+const LEAST_BYTES: usize = 32 << 20;
+/// The rows of a chunk for which the default budget has room. Each chunk reads the whole decoder and adds to its whole
+/// gradient, which is costly with fewer rows.
+const CHUNK_ROWS: usize = 480;
+/// The rows of a chunk that ranks ids and has no gradient: chunks of half as many rows take hardly longer.
+const RANKING_ROWS: usize = 240;
+/// The rows of a chunk on a tile unit, which multiplies faster than memory provides the gradient. Its exponentials take
+/// half the bytes.
+const TILE_ROWS: usize = 768;
+/// The most rows of a chunk that keeps no logits: its contexts stay in a cache while the decoder passes.
+const ROWS_WITHOUT_LOGITS: usize = 768;
 
 /// The largest k for which one pass finds the k most probable ids, which it collects of each row and segment.
 const MOST_TOP_K: usize = 64;
@@ -50,8 +64,8 @@ pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
 /// Returns the task of finding the `k` most probable ids of each position.
 pub(super) fn ranking_task(sizes: Sizes, k: usize) -> Task {
     /// The most rows for which chunks of a few rows are faster.
-    const FEW_ROWS: usize = 64;
-    if sizes.positions * sizes.components <= FEW_ROWS {
+    const MOST_VISITED_ROWS: usize = 64;
+    if sizes.positions * sizes.components <= MOST_VISITED_ROWS {
         Task::Visit
     } else {
         Task::TopK { k }
@@ -107,12 +121,12 @@ fn plan_products<F: Served>(
     let chunk_rows = match tiles {
         // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
         _ if matches!(task, Task::Visit) => DECODING_ROWS,
-        _ if is_ranking && keeps_logits => default::CPU_ROWS_OF_RANKING,
+        _ if is_ranking && keeps_logits => RANKING_ROWS,
         Some(tiles) if computation == Computation::OnePass => tile_rows(tiles, operands, task),
-        _ => default::CPU_ROWS,
+        _ => CHUNK_ROWS,
     };
     // The logits of a ranking are read once, from the cache if there are not too many.
-    let least_bytes = if is_ranking { 0 } else { default::CPU_BYTES };
+    let least_bytes = if is_ranking { 0 } else { LEAST_BYTES };
     let kernels = match TileUnit::detected()? {
         Some(unit) if tiles.is_some() => unit.kernels(),
         _ => isa.kernels(),
@@ -123,7 +137,7 @@ fn plan_products<F: Served>(
         per_thread,
         // The chunks of this budget do not depend on the number of threads.
         default_budget: fixed + threads * per_thread + least_bytes.max(chunk_rows.div_ceil(components) * per_position),
-        most_positions: if keeps_logits { usize::MAX } else { default::CPU_ROWS_WITHOUT_LOGITS / components },
+        most_positions: if keeps_logits { usize::MAX } else { ROWS_WITHOUT_LOGITS / components },
         keeps_logits,
         computation,
         kernels,
@@ -140,9 +154,9 @@ fn tile_rows<F: Accumulator>(tiles: impl Format<F>, operands: &Operands, task: &
     // exponentials take.
     let is_sum_larger = rows * dtype.size_in_bytes() <= sizes.context_dim * size_of::<F>();
     if tiles.rounds_gradients() && task.needs_grad().weight && is_sum_larger {
-        rows.max(default::CPU_ROWS_OF_TILES)
+        rows.max(TILE_ROWS)
     } else {
-        default::CPU_ROWS_OF_TILES
+        TILE_ROWS
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, DeviceRepr, ValidAsZeroBits};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
 use candle_core::cuda_backend::cudarc::nccl::result::{NcclError, NcclStatus};
 use candle_core::cuda_backend::cudarc::nccl::{Comm, Id, NcclType, ReduceOp};
 use candle_core::cuda_backend::{CudaDType, WrapErr};
@@ -85,7 +85,7 @@ impl Communicator {
     fn exchange_copy<T: DeviceRepr>(
         &self,
         numbers: &mut [T],
-        call: impl FnOnce(&Comm, &mut Slice<T>) -> std::result::Result<NcclStatus, NcclError>,
+        call: impl FnOnce(&Comm, &mut CudaSlice<T>) -> std::result::Result<NcclStatus, NcclError>,
     ) -> Result<()> {
         // CUDA has no memory without bytes.
         if numbers.is_empty() {
@@ -152,8 +152,6 @@ impl Communicator {
         Ok(Tensor::from_storage(storage, tensor.shape(), BackpropOp::none(), false))
     }
 }
-
-type Slice<T> = candle_core::cuda_backend::cudarc::driver::CudaSlice<T>;
 
 /// Makes what the stream `later` is given from now on wait for what `earlier` has been given.
 fn order_after(later: &CudaStream, earlier: &CudaStream) -> Result<()> {

@@ -99,6 +99,8 @@ pub(super) struct LogProbRows<'b> {
 pub(super) const FIRST_IDS: usize = 64;
 /// The number of values that the kernels keep of each row.
 const ROW_VALUES: usize = 9;
+/// The index of the factors among the values of a row (`Rows` in `kernels/arguments.h`).
+const ROW_FACTOR: usize = 7;
 /// Rows of logits are padded to a multiple of this many elements, so that each is aligned to 16 bytes in every dtype.
 pub(super) const ROW_ALIGN: usize = 8;
 
@@ -134,7 +136,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// The factors of the chunk's rows (`relative.h`).
     pub(super) fn row_factors(&self) -> Read {
-        Read(self.row_values.at(7 * self.rows_per_chunk))
+        Read(self.row_values.at(ROW_FACTOR * self.rows_per_chunk))
     }
 
     /// The arguments of the chunk that has the given positions, without an objective.

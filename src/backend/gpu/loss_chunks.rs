@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::arguments::{Read, RowsArgument, ScoredArgument, Write};
-use super::chunks::{is_argmax, ChunkArguments, Chunks, LogProbRows, MixtureResults};
+use super::chunks::{is_argmax, ChunkArguments, Chunks, DeviceOperands, LogProbRows, MixtureResults};
 use super::device::{Buffer, DeviceMatrix, DeviceProduct, Gpu, BLOCK, WARPS};
 use super::device_scores::DeviceScores;
 use super::gradients::{BiasGradient, DeviceGradients, LogitGradient, Sums};
@@ -14,6 +14,7 @@ use super::kernels::{
     RowGradientArguments, RowSoftMassArguments, RowTargetGradientArguments, WeighLossesArguments,
 };
 use super::objective::DeviceObjective;
+use super::plan::has_relative_exponentials;
 use super::shared_targets::SharedTargets;
 use super::target_ids::DeviceTargetIds;
 use crate::backend::objective::{GradientSoFar, Gradients, LossResults};
@@ -95,11 +96,10 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let gradients = || {
             let so_far = so_far.filter(|_| needs_grad.weight).and_then(GradientSoFar::take);
             let has_own_targets = matches!(targets, DeviceTargets::Own(_));
+            let DeviceOperands { dtype, logit_function, .. } = chunks.inputs;
             let is_relative = sums == Sums::Final
                 && matches!(targets, DeviceTargets::Hard)
-                && objective.terms.z_loss == 0.0
-                && chunks.inputs.logit_function.is_identity()
-                && chunks.gpu.kind().product_dtype(chunks.inputs.dtype) == DType::BF16;
+                && has_relative_exponentials(chunks.gpu.kind(), dtype, logit_function, &objective.terms);
             DeviceGradients::new(&chunks, has_own_targets, is_relative, sums, so_far)
         };
         Ok(LossChunks {

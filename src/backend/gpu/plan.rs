@@ -7,7 +7,8 @@ use super::columns::{product_dtype, LEAST_PADDED_ROWS};
 use super::device::{Gpu, GpuKind, MEMORY_SHARE};
 use super::device_scores::values_per_position;
 use super::exponentials::tiles_per_row;
-use crate::backend::objective::{TargetKind, Task};
+use crate::backend::logit_function::LogitFunction;
+use crate::backend::objective::{LossTerms, TargetKind, Task};
 use crate::backend::operands::{Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Needs, Plan, Planned};
 use crate::error::{Error, Result};
@@ -34,7 +35,7 @@ pub(in crate::backend) fn plan<G: Gpu>(
     let gradient_dtype = kind.gradient_dtype(dtype);
     let gradient = if gradient_dtype == DType::F32 { 0 } else { stride * gradient_dtype.size_in_bytes() };
     let products = (kind.product_bytes)(sizes, dtype);
-    // With relative exponentials, a scaled context and its gradient in f32.
+    // With relative exponentials, a row has a scaled context and its gradient in f32.
     let relative = match kind.product_dtype(dtype) {
         DType::F32 => 0,
         half => (context_dim + 2 * kind.half_row_align) * (half.size_in_bytes() + f32_size),
@@ -44,7 +45,7 @@ pub(in crate::backend) fn plan<G: Gpu>(
         Computation::OnePass => stride.min(FIRST_IDS) + 2 * tiles_per_row(vocab),
         Computation::TwoPasses => stride,
     };
-    // The logits, their gradient in the dtype of the products, and at most ten f32 values.
+    // A row has its logits, their gradient in the dtype of the products, and at most ten f32 values.
     let row = logits * f32_size + gradient + relative + products.per_row + 10 * f32_size;
     let (needs_log_probs, scores) = match task {
         Task::Scores { scores, .. } => {
@@ -92,15 +93,25 @@ fn computation(kind: &GpuKind, operands: &Operands, task: &Task) -> Result<Compu
         && sizes.context_dim <= kind.most_one_pass_width
         && operands.precision == Precision::Full
         && operands.contexts.dtype() == DType::BF16
+        && has_relative_exponentials(kind, DType::BF16, operands.logit_function, terms)
         && operands.adapter.is_none()
-        && operands.logit_function.is_identity()
-        && terms.z_loss == 0.0
         && !task.has_soft_targets()
         && !terms.needs_correct
         && is_aligned(&operands.contexts)
         && is_aligned(operands.weight.tensor()?)
         && (rows >= LEAST_PADDED_ROWS || sizes.context_dim.is_multiple_of(ROW_ALIGN));
     Ok(if has_one_pass { Computation::OnePass } else { Computation::TwoPasses })
+}
+
+/// Returns whether a loss whose targets are ids needs of its logits only the exponentials, relative to a reference of
+/// each row, from which the gradient follows by a factor for each row (`kernels/relative.h`).
+pub(super) fn has_relative_exponentials(
+    kind: &GpuKind,
+    dtype: DType,
+    function: LogitFunction,
+    terms: &LossTerms,
+) -> bool {
+    kind.product_dtype(dtype) == DType::BF16 && function.is_identity() && terms.z_loss == 0.0
 }
 
 /// Returns the precision of the products of a task: bf16 if it is allowed, changes something, and the products are worth

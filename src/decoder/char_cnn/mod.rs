@@ -10,10 +10,9 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 
-use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::tensors::autograd;
-use crate::tensors::checks::{check_elements, check_float, check_product, check_sizes};
+use crate::tensors::checks::{accumulation_dtype, check_elements, check_float, check_product, check_sizes};
 use crate::tensors::initial_values::linear_init;
 use crate::tensors::permutation::{inverse, sorted};
 pub use config::CharCnnConfig;

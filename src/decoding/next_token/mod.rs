@@ -135,10 +135,6 @@ pub(crate) struct AllLogProbsQuery;
 impl Visit for AllLogProbsQuery {
     type Output = (Vec<f64>, f64);
 
-    fn needs_logits(&self) -> bool {
-        true
-    }
-
     fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<Self::Output> {
         distribution.check(position)?;
         Ok((read_all_ids(distribution), distribution.logit_offset().unwrap_or(0.0)))

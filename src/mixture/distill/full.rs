@@ -9,11 +9,11 @@ use super::terms::{mix_objectives, DistillTerms};
 use crate::backend;
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::objective::Task;
-use crate::backend::operands::{accumulation_dtype, NeedsGrad};
+use crate::backend::operands::NeedsGrad;
 use crate::error::{Error, Result};
 use crate::loss::CountedPositions;
 use crate::mixture::Mixture;
-use crate::tensors::checks::check_log_prob_tensor;
+use crate::tensors::checks::{accumulation_dtype, check_log_prob_tensor};
 
 /// The teacher's distributions, whose log-probabilities are returned in `dtype`, the student's accumulation dtype.
 #[derive(Clone)]

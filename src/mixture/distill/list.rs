@@ -7,13 +7,14 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor, D};
 
 use super::options::{DistillOptions, MissingIds, TeacherList};
-use super::terms::{check_teacher_tensor, mix_objectives, DistillTerms};
+use super::terms::{mix_objectives, DistillTerms};
 use crate::backend::divergence::{log_add, outcome_terms, weighted, Divergence, OutcomeSum};
-use crate::backend::operands::accumulation_dtype;
 use crate::error::{Error, Result};
 use crate::loss::{CountedPositions, OutputShape};
 use crate::scores::ScoreOptions;
-use crate::tensors::checks::{check_float, check_sizes, check_targets, max_log_prob, LOG_PROBS};
+use crate::tensors::checks::{
+    accumulation_dtype, check_device, check_sizes, check_targets, check_weights, max_log_prob, LOG_PROBS,
+};
 use crate::tensors::log_softmax::log_sum_exp;
 use crate::tensors::transfer;
 
@@ -168,9 +169,8 @@ impl ListTeacher {
         check_sizes(&[("the teacher's list", n)])?;
         let dims = [leading, &[n]].concat();
         check_targets("token_ids of the teacher", token_ids, &dims)?;
-        check_teacher_tensor("token_ids of the teacher", token_ids, &dims, like)?;
-        check_teacher_tensor("log_probs of the teacher", log_probs, &dims, like)?;
-        check_float("log_probs of the teacher", log_probs)?;
+        check_device("token_ids of the teacher", token_ids, like)?;
+        check_weights("log_probs of the teacher", log_probs, &dims, like)?;
         let positions: usize = leading.iter().product();
         let (token_ids, log_probs) = (token_ids.reshape((positions, n))?, log_probs.reshape((positions, n))?);
         let lists = HostLists::new(&token_ids, &log_probs, counted, vocab)?;

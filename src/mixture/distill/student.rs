@@ -4,17 +4,17 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 use super::full::FullTeacher;
 use super::list::{ListScores, ListTeacher};
 use super::options::{DistillOptions, Teacher, TeacherKind};
-use super::terms::{check_teacher_tensor, DistillTerms};
-use crate::backend::operands::accumulation_dtype;
+use super::terms::DistillTerms;
 use crate::error::{Error, Result};
 use crate::loss::{CountedPositions, Loss, OutputShape};
 use crate::scores::{LogProbLoss, ScoreLoss};
-use crate::tensors::checks::{check_device, check_float};
+use crate::tensors::checks::{accumulation_dtype, check_device, check_weights};
+use crate::tensors::transfer::number_like;
 
 /// A distillation whose arguments have been checked: the teacher at the positions that count, and the options.
 #[derive(Clone)]
@@ -60,8 +60,7 @@ impl Distillation {
                 })
             }
             TeacherKind::LogProbs(log_probs) => {
-                check_teacher_tensor("log_probs of the teacher", log_probs, &[leading, &[vocab]].concat(), like)?;
-                check_float("log_probs of the teacher", log_probs)?;
+                check_weights("log_probs of the teacher", log_probs, &[leading, &[vocab]].concat(), like)?;
                 let rows = log_probs.reshape((leading.iter().product::<usize>(), vocab))?;
                 PreparedTeacher::Full(FullTeacher::LogProbs { rows, dtype, counted: counted.clone() })
             }
@@ -127,8 +126,7 @@ impl Distillation {
     /// objective of each position in place of its negative log-likelihood.
     pub(crate) fn finish(&self, loss: Loss, objective: Tensor) -> Result<Loss> {
         let sum = (loss.value.detach() * self.counted.denominator)?;
-        let count = Tensor::full(self.counted.count, (), &Device::Cpu)?;
-        let count = count.to_dtype(sum.dtype())?.to_device(sum.device())?;
+        let count = number_like(&sum, self.counted.count)?;
         Ok(Loss { sum, count, nll: objective, ..loss })
     }
 }

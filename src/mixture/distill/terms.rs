@@ -3,8 +3,7 @@
 use candle_core::Tensor;
 
 use crate::backend::divergence::not_negative;
-use crate::error::{Error, Result};
-use crate::tensors::checks::check_device;
+use crate::error::Result;
 
 /// The objective of a chunk's positions, and its derivatives.
 pub(super) struct DistillTerms {
@@ -13,20 +12,6 @@ pub(super) struct DistillTerms {
     /// `[chunk, ids]`: the derivatives by the student's log-probabilities, times the weights divided by the
     /// denominator.
     pub(super) derivatives: Tensor,
-}
-
-/// Checks the shape and the device of a teacher's tensor.
-pub(super) fn check_teacher_tensor(
-    argument: &'static str,
-    tensor: &Tensor,
-    dims: &[usize],
-    like: &Tensor,
-) -> Result<()> {
-    if tensor.dims() == dims {
-        check_device(argument, tensor, like)
-    } else {
-        Err(Error::shape(argument, format!("{dims:?}"), tensor.dims()))
-    }
 }
 
 /// Returns `(1 - weight) divergence + weight nll`, or the divergence if there are no targets.

@@ -24,7 +24,11 @@ impl Amx {
     }
 
     /// Computes the product, a group of squares at a time.
-    pub(super) fn multiply(self, product: TileProduct<'_>) {
+    ///
+    /// # Safety
+    ///
+    /// `product.check()` has passed.
+    pub(super) unsafe fn multiply(self, product: TileProduct<'_>) {
         let TileProduct { left, right, steps, to, to_row, rows, columns, is_added } = product;
         let (first_left, first_right, to) = (left.values.as_ptr(), right.values.as_ptr(), to.as_mut_ptr());
         let mut squares = [Square::default(); AT_A_TIME];
@@ -45,8 +49,8 @@ impl Amx {
                 };
                 count += 1;
                 if count == AT_A_TIME || row + 1 == rows && column + 1 == columns {
-                    // SAFETY: `self` proves that the instructions may be used, and `TileUnit::multiply` has checked
-                    // that the operands and the result of all squares lie in borrowed slices.
+                    // SAFETY: `self` proves that the instructions may be used, and by the check of the product the
+                    // operands and the result of all squares lie in borrowed slices.
                     unsafe { multiply(&squares[..count]) };
                     count = 0;
                 }

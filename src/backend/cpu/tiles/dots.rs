@@ -1,7 +1,7 @@
 //! Products on AVX512-BF16: vectors of 16 lanes, each of which multiplies two pairs of bf16 and adds both products to
 //! an f32.
 
-use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
+use std::arch::x86_64::{__m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
 use std::marker::PhantomData;
 use std::mem::transmute;
 
@@ -45,7 +45,7 @@ fn multiply(product: TileProduct<'_>) {
             for (row, sums) in sums.iter_mut().enumerate() {
                 let (values, _) = to[place(row)..][..SIDE].as_chunks::<LANES>();
                 for (sum, &values) in sums.iter_mut().zip(values) {
-                    *sum = vector_from_lanes(values);
+                    *sum = pulp::cast(values);
                 }
             }
         }
@@ -69,26 +69,13 @@ fn multiply(product: TileProduct<'_>) {
         for (row, sums) in sums.into_iter().enumerate() {
             let (values, _) = to[place(row)..][..SIDE].as_chunks_mut::<LANES>();
             for (values, sum) in values.iter_mut().zip(sums) {
-                *values = lanes_from_vector(sum);
+                *values = pulp::cast(sum);
             }
         }
     }
 }
 
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn vector_from_lanes(values: [f32; LANES]) -> __m512 {
-    // SAFETY: both are 16 numbers of 32 bits, and every pattern of bits is valid.
-    unsafe { transmute(values) }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn lanes_from_vector(values: __m512) -> [f32; LANES] {
-    // SAFETY: both are 16 numbers of 32 bits, and every pattern of bits is valid.
-    unsafe { transmute(values) }
-}
-
+/// Returns the vector of pairs.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn vector_from_pairs(pairs: [Pair; LANES]) -> __m512bh {

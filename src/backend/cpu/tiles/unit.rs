@@ -113,7 +113,8 @@ impl TileUnit {
         product.check();
         match self {
             #[cfg(target_arch = "x86_64")]
-            TileUnit::Amx(unit) => unit.multiply(product),
+            // SAFETY: the check above.
+            TileUnit::Amx(unit) => unsafe { unit.multiply(product) },
             #[cfg(target_arch = "x86_64")]
             TileUnit::Bf16Dots(unit) => unit.multiply(product),
             #[cfg(any(test, not(target_arch = "x86_64")))]

@@ -2,9 +2,10 @@
 // logits of a chunk, between the matrix products. The equations are at the head of cpu/objective/components.rs, whose
 // names the kernels share.
 //
-// The kernels have one source for two languages: cuda/mixture.cu and metal/mixture.metal include these headers, in the
-// order arguments.h, reductions.h, ranking.h, loss.h, log_probs.h, scores.h, gradients.h, targets.h, activation.h, columns.h, relative.h, and wrap their
-// functions into kernels. Before that they define
+// The kernels have one source for two languages: cuda/mixture.cu includes all of these headers, and
+// metal/mixture.metal those up to activation.h, in the order arguments.h, reductions.h, ranking.h, loss.h, log_probs.h,
+// scores.h, gradients.h, targets.h, activation.h, columns.h, relative.h, and wraps their functions into kernels. Before
+// that they define
 //   GLOBAL, SHARED, LOCAL         the address spaces of the device, of a thread block, of a thread
 //   FUNCTION                      the specifiers of a device function
 //   i64                           the 64-bit integer

@@ -6,11 +6,12 @@ use crate::backend::logit_function::LogitFunction;
 use crate::backend::objective::{
     GradScale, Gradients, LossResults, LossTerms, Objective, TargetKind, TargetLoss, Task,
 };
-use crate::backend::operands::{accumulation_dtype, NeedsGrad, Operands, Sizes};
+use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Planned;
 use crate::backend::weight::Weight;
 use crate::backend::{self, gpu};
 use crate::loss::{LossOptions, Reduction};
+use crate::tensors::checks::accumulation_dtype;
 
 /// The operands that every case has.
 pub(super) const ALL: NeedsGrad =

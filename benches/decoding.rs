@@ -4,9 +4,9 @@
 //!     cargo bench --bench decoding -- 'top_k10/.*b1'    # some
 //!
 //! Names are `{device}/{way}/{what}/{shape}/{dtype}`, the shape as `v{vocab}-k{components}-b{batch}`; ways are
-//! `mixture`, this crate, in other dtypes too and as `f32-bf16` with products rounded to bf16, and `composed`, the formula from ordinary candle operations followed by a sort. `read` is the
-//! time to read the decoder's matrix once, on all threads: a lower bound at one position. `softmax`, `mos` and
-//! `mos-ancestral` are whole heads.
+//! `mixture`, this crate, in other dtypes too and as `f32-bf16` with products rounded to bf16, and `composed`, the
+//! formula from ordinary candle operations followed by a sort. `read` is the time to read the decoder's matrix once, on
+//! all threads: a lower bound at one position. `softmax`, `mos` and `mos-ancestral` are whole heads.
 
 #[path = "../tests/common/mod.rs"]
 mod common;

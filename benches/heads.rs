@@ -4,8 +4,8 @@
 //!     cargo bench --bench heads -- mos/loss_backward  # some
 //!
 //! Names are `{device}/{head}/{what}/{shape}/{dtype}`; `composed-` before the head marks a baseline. `ptb-tenth` and
-//! `llm-slice` are sizes of published models (as the lab's `step_time` has them) with fewer positions and, for the latter,
-//! smaller vocabulary and contexts.
+//! `llm-slice` are sizes of published models (as the lab's `step_time` has them) with fewer positions and, for the
+//! latter, smaller vocabulary and contexts.
 
 #[path = "../tests/common/mod.rs"]
 mod common;

@@ -3,12 +3,12 @@
 //!     cargo bench --bench serving
 //!     cargo bench --bench serving -- v33278-k15    # one mixture
 //!
-//! With a single softmax, `verify-token` and `verify-service` verify four drafts of a text, beside the same head at one position;
-//! `mask-token` allows the odd ids by a mask, and `processor-token` has a processor of all logits that changes nothing. An eighth of
-//! the ids is a draft vocabulary: `frozen-..` is a frozen head of these, beside `rows-..`, a head that is made of their rows.
-//! The ways of a mixture take turns, so that all of them see the same machine. Prints the least and the median time in
-//! milliseconds, and the ratio of the medians to `read`, the time to read the decoder's matrix in f32 on all threads, and
-//! to `sample` at one position.
+//! With a single softmax, `verify-token` and `verify-service` verify four drafts of a text, beside the same head at one
+//! position; `mask-token` allows the odd ids by a mask, and `processor-token` has a processor of all logits that
+//! changes nothing. An eighth of the ids is a draft vocabulary: `frozen-..` is a frozen head of these, beside
+//! `rows-..`, a head that is made of their rows. The ways of a mixture take turns, so that all of them see the same
+//! machine. Prints the least and the median time in milliseconds, and the ratio of the medians to `read`, the time to
+//! read the decoder's matrix in f32 on all threads, and to `sample` at one position.
 
 #[allow(unreachable_pub)]
 mod shared;

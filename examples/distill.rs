@@ -10,10 +10,10 @@
 //!
 //!     cargo run --release --example distill -- --divergence lk-hybrid
 //!
-//! With this flag, a softmax learns to draft for the mixture in speculative decoding: once by the forward divergence and
-//! once by this one (`total-variation`, `neg-log-acceptance`, `lk-hybrid`, `reverse-kl`, `jensen-shannon`), for equal
-//! numbers of steps and without other targets. The share of its drafts that the mixture accepts is `1 - TV`, with the
-//! total variation of both distributions. `--seed` sets the initial values.
+//! With this flag, a softmax learns to draft for the mixture in speculative decoding: once by the forward divergence
+//! and once by this one (`total-variation`, `neg-log-acceptance`, `lk-hybrid`, `reverse-kl`, `jensen-shannon`), for
+//! equal numbers of steps and without other targets. The share of its drafts that the mixture accepts is `1 - TV`, with
+//! the total variation of both distributions. `--seed` sets the initial values.
 //!
 //! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 with `derive`, mos-head 0.5, rand 0.9.
 

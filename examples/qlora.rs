@@ -1,6 +1,6 @@
 //! This example fine-tunes a quantised model with low-rank adapters (Dettmers et al.: QLoRA. NeurIPS 2023, arXiv
-//! 2305.14314): a small model of Llama's shape learns a language, is written to a GGUF file in 6 bits, and learns another
-//! through adapters on its attention and its head, while the file's tensors stay as they are.
+//! 2305.14314): a small model of Llama's shape learns a language, is written to a GGUF file in 6 bits, and learns
+//! another through adapters on its attention and its head, while the file's tensors stay as they are.
 //!
 //!     cargo run --release --example qlora
 //!
@@ -277,7 +277,8 @@ fn main() -> Result<()> {
     let mut loaded = VarMap::new();
     let again = Quantised::new(&tensors, VarBuilder::from_varmap(&loaded, DType::F32, &Device::Cpu))?;
     loaded.load(folder.join("adapter_model.safetensors"))?;
-    let head_adapter = LowRankAdapter::load(&folder, again.head.decoder())?; // the same two matrices, by the crate's reader
+    // The crate's reader gives the same two matrices.
+    let head_adapter = LowRankAdapter::load(&folder, again.head.decoder())?;
     let [before, after] = [model.evaluate(Language::Other)?, again.evaluate(Language::Other)?];
     println!("saved and loaded: loss {after:.3}, before {before:.3}");
     assert_eq!(before, after);

@@ -1,17 +1,17 @@
-//! In this example of speculative decoding, a small model drafts characters, and a larger one verifies them: the texts are
-//! those of the larger model alone, character by character.
+//! In this example of speculative decoding, a small model drafts characters, and a larger one verifies them: the texts
+//! are those of the larger model alone, character by character.
 //!
 //!     cargo run --release --example speculative
 //!
-//! Both are feed-forward language models (Bengio et al., 2003), trained on a text of a small grammar. A hidden state is the
-//! embeddings of the last characters side by side, and the layer of tanh units is the projection of the head. The drafter
-//! draws with a clone of the request, and so with the noise that the larger model will draw with. Beside it, the same
-//! drafter draws with noise of its own, and the larger model decodes without drafts. All texts are equal. With shared noise
-//! seven of ten drafts are accepted, with other noise half of them. The example takes a minute on 2 cores.
+//! Both are feed-forward language models (Bengio et al., 2003), trained on a text of a small grammar. A hidden state is
+//! the embeddings of the last characters side by side, and the layer of tanh units is the projection of the head. The
+//! drafter draws with a clone of the request, and so with the noise that the larger model will draw with. Beside it,
+//! the same drafter draws with noise of its own, and the larger model decodes without drafts. All texts are equal. With
+//! shared noise seven of ten drafts are accepted, with other noise half of them. The example takes a minute on 2 cores.
 //!
-//! Nothing here multiplies matrices but the heads, whose results do not depend on the batch. A model with layers of candle's
-//! has hidden states that differ by rounding when several positions are computed at once, and then texts may part where two
-//! characters are nearly equally probable. Both are samples of the model all the same.
+//! Nothing here multiplies matrices but the heads, whose results do not depend on the batch. A model with layers of
+//! candle's has hidden states that differ by rounding when several positions are computed at once, and then texts may
+//! part where two characters are nearly equally probable. Both are samples of the model all the same.
 //!
 //! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9, without features.
 
@@ -24,7 +24,8 @@ use mos_head::decode::{Sampling, TokenRequest};
 use mos_head::{LossOptions, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
-/// The expansions of clauses, of noun and verb phrases in the singular and in the plural, of adjectives, nouns and verbs.
+/// The expansions of clauses, of noun and verb phrases in the singular and in the plural, of adjectives, nouns and
+/// verbs.
 const GRAMMAR: &str = "S=I.\n|I, and I.\n|if I, I.\n;I=X V|Y W;X=the AN|every AN|my AN|the AN that V;\
     Y=the ANs|many ANs|my ANs|the ANs that W;V=Zs|Ts X|Ts Y;W=Z|T X|T Y;A=|old |small |quiet ;\
     N=dog|bird|girl|king|doctor|teacher|river|garden;Z=sleep|sing|wait|work|dream|laugh;\
@@ -134,7 +135,8 @@ struct Counts {
     accepted: usize,
 }
 
-/// Draws a text from drafts that the model verifies. The drafter draws with the request's noise, or with that of another seed.
+/// Draws a text from drafts that the model verifies. The drafter draws with the request's noise, or with that of
+/// another seed.
 fn speculate(
     model: &Model,
     drafter: &Model,

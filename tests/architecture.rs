@@ -80,7 +80,8 @@ fn all_imports(files: &Files) -> Imports {
 }
 
 /// The two modules in which an import's ends lie where their paths part: `::cpu::one_pass` and `::cpu::two_pass` if
-/// `::cpu::one_pass::product` imports `::cpu::two_pass::rows`; a folder and its child if one end is the folder's `mod.rs`.
+/// `::cpu::one_pass::product` imports `::cpu::two_pass::rows`; a folder and its child if one end is the folder's
+/// `mod.rs`.
 fn layers<'a>(module: &'a str, import: &'a str) -> (&'a str, &'a str) {
     let same = module.split("::").zip(import.split("::")).take_while(|(a, b)| a == b).count();
     let layer = |path: &'a str| path.match_indices("::").nth(same).map_or(path, |(end, _)| &path[..end]);
@@ -144,9 +145,9 @@ fn assert_no_circles(mut rest: Imports) {
     assert!(rest.is_empty(), "circles among {rest:#?}");
 }
 
-/// The lab's library has an order as this crate has. Its root, which defines what all use, uses none of its folders; the
-/// root of a program uses its files, and they use nothing of it. No file imports through the `mod.rs` of its own folder,
-/// whose re-exports would hide a circle.
+/// The lab's library has an order as this crate has. Its root, which defines what all use, uses none of its folders;
+/// the root of a program uses its files, and they use nothing of it. No file imports through the `mod.rs` of its own
+/// folder, whose re-exports would hide a circle.
 #[test]
 fn the_labs_imports_never_turn_back() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -181,7 +182,8 @@ fn pairs_are_found_at_any_depth() {
     let files = |texts: &[(&str, &str)]| -> Files {
         texts.iter().map(|(module, code)| (format!("::{module}"), (*code).to_owned())).collect()
     };
-    // No two files import each other, yet the folders `cpu::one` and `cpu::two` do; so do `head` and its child `config`.
+    // No two files import each other, yet the folders `cpu::one` and `cpu::two` do; so do `head` and its child
+    // `config`.
     let made_up = files(&[
         ("cpu", "mod one;\nuse two::rows;"),
         ("cpu::one::layout", "use crate::plan::{Plan, Size};"),
@@ -214,8 +216,8 @@ fn paths(root: &Path, folder: &str, found: &mut Vec<String>) {
     }
 }
 
-/// Whether this is the published crate, which says that its documents are not compared: they name the lab and scripts, which
-/// it lacks. Cargo puts the manifest that it was made from into each crate that it packs.
+/// Whether this is the published crate, which says that its documents are not compared: they name the lab and scripts,
+/// which it lacks. Cargo puts the manifest that it was made from into each crate that it packs.
 fn is_published(root: &Path) -> bool {
     let is_published = root.join("Cargo.toml.orig").exists();
     if is_published {

@@ -1,9 +1,9 @@
-//! Hashes of the exact bits of results, one line per case, so that two commits can be compared: a refactoring changes no
-//! line. README.md says how. `problem.rs` names most of the library's interface, so that it is quickly adapted to a commit
-//! that renames some.
+//! Hashes of the exact bits of results, one line per case, so that two commits can be compared: a refactoring changes
+//! no line. README.md says how. `problem.rs` names most of the library's interface, so that it is quickly adapted to a
+//! commit that renames some.
 //!
-//! The lines of `plan` and of cases with a `budget` depend on the number of threads: the workspace of each is part of the
-//! budget, and the rest decides on the chunks.
+//! The lines of `plan` and of cases with a `budget` depend on the number of threads: the workspace of each is part of
+//! the budget, and the rest decides on the chunks.
 
 #[path = "bits/cases.rs"]
 mod cases;

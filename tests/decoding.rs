@@ -356,7 +356,8 @@ on_each_device! {
         Ok(())
     }
 
-    /// Logits are small integers, which are exact in every dtype, so that most ids have equals: the lower id comes first.
+    /// Logits are small integers, which are exact in every dtype, so that most ids have equals: the lower id comes
+    /// first.
     fn many_positions_have_the_best_ids_of_a_full_sort(device: &Device) -> Result<()> {
         for (vocab, positions) in [(1, 100), (70, 65), (3001, 131)] {
             let integer = |i: usize| ((i * 7919 + i / 13) % 5) as f64 - 2.0;

@@ -1,5 +1,5 @@
-//! Distillation: values and gradients equal candle's operations in f64, the laws of divergences hold, and bad arguments are
-//! errors.
+//! Distillation: values and gradients equal candle's operations in f64, the laws of divergences hold, and bad arguments
+//! are errors.
 
 mod common;
 

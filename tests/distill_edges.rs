@@ -269,8 +269,8 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
         let loss = restricted.distill(&hidden, &Teacher::from_log_probs(&all), &DistillOptions::default());
         assert_eq!(position(loss), first);
     }
-    // An id of the teacher's list that is not allowed: the error names the position among all, of which the first has no
-    // weight.
+    // An id of the teacher's list that is not allowed: the error names the position among all, of which the first has
+    // no weight.
     let weights = Tensor::new(&[0f64, 1.0, 1.0], &Device::Cpu)?;
     let options = DistillOptions::default().with_position_weights(weights);
     let lists = AllowedIds::per_position(&[0, 1, 2, 0, 1, 2, 0, 2], &[0, 3, 6, 8])?;

@@ -222,7 +222,8 @@ on_each_device! {
 
     fn a_vocabulary_of_impossible_ids_has_nan_in_loss_and_gradients(device: &Device) -> Result<()> {
         for dtype in strict(device) {
-            // Two computations on the CPU: counted predictions take the second. And the loss alone, of few rows and of many.
+            // Two computations on the CPU: counted predictions take the second. And the loss alone, of few rows and of
+            // many.
             for (positions, correct) in [(1, false), (1, true), (9, false)] {
                 let hidden = Var::ones((positions, 2), dtype, device)?;
                 let weight = Var::ones((3, 2), dtype, device)?;

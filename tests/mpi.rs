@@ -1,5 +1,6 @@
-//! Processes of an MPI program as ranks: losses, gradients and what is decoded of a vocabulary that they share are those of
-//! the whole one, and a checkpoint that they save loads with another cut. Without the feature `mpi` this is skipped.
+//! Processes of an MPI program as ranks: losses, gradients and what is decoded of a vocabulary that they share are
+//! those of the whole one, and a checkpoint that they save loads with another cut. Without the feature `mpi` this is
+//! skipped.
 //!
 //!     cargo build --features mpi --test mpi
 //!     mpirun -n 3 target/debug/deps/mpi-..    # scripts/mpi.sh finds the name, and runs 1 to 4 processes

@@ -1,5 +1,5 @@
-//! The next token id of several texts: its log-probabilities, the best ids and the entropy equal plain loops in f64, draws
-//! have the frequencies of the constrained distribution, and they do not depend on the batch or the threads.
+//! The next token id of several texts: its log-probabilities, the best ids and the entropy equal plain loops in f64,
+//! draws have the frequencies of the constrained distribution, and they do not depend on the batch or the threads.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! A low-rank adapter in the files of Hugging Face's PEFT: what is written is read again, and what does not fit is an error.
+//! A low-rank adapter in the files of Hugging Face's PEFT: what is written is read again, and what does not fit is an
+//! error.
 
 #[path = "common/values.rs"]
 mod values;

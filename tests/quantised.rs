@@ -1,5 +1,5 @@
-//! A head over quantised rows gives every result of the same head over the dequantised rows, and the gradients of all but
-//! the rows.
+//! A head over quantised rows gives every result of the same head over the dequantised rows, and the gradients of all
+//! but the rows.
 
 mod common;
 

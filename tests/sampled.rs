@@ -352,7 +352,8 @@ fn gradients_of_half_precision_are_summed_in_single_precision() -> Result<()> {
     Ok(())
 }
 
-/// The losses of a softmax over one context element and two ids, one of them the target of all and the other the negative.
+/// The losses of a softmax over one context element and two ids, one of them the target of all and the other the
+/// negative.
 fn two_id_loss(
     contexts: &[f64],
     weight: [f64; 2],

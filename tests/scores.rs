@@ -217,7 +217,8 @@ fn no_entropy_is_minus_zero() -> Result<()> {
     Ok(())
 }
 
-/// The gradient of `log Q(outside)` by the logits z of a softmax at temperature T, `(softmax(z | outside) - softmax(z)) / T`.
+/// The gradient of `log Q(outside)` by the logits z of a softmax at temperature T, `(softmax(z | outside) - softmax(z))
+/// / T`.
 fn gradient_of_the_mass_outside(logits: &[f64], scored: usize, temperature: f64) -> Vec<f64> {
     let softmax = |is_in: &dyn Fn(usize) -> bool| {
         let scaled_logits =
@@ -443,8 +444,8 @@ fn upstream_gradients_may_be_strided_or_broadcast() -> Result<()> {
     Ok(())
 }
 
-/// Log-probabilities are at most 0, entropies from 0 to ln V, wherever the logits lie: a maximum that starts at zero, or
-/// a difference of large numbers, would show.
+/// Log-probabilities are at most 0, entropies from 0 to ln V, wherever the logits lie: a maximum that starts at zero,
+/// or a difference of large numbers, would show.
 #[test]
 fn scores_keep_their_bounds_at_large_offsets() -> Result<()> {
     for (offset, spread) in [(-100.0, 1.0), (1000.0, 1.0), (1e6, 0.0), (0.0, 1e4), (-1e4, 300.0)] {

@@ -1,5 +1,5 @@
-//! A few training steps of each head give the same losses on each device, in each dtype, as in f64 on the CPU; in f32 and
-//! f64 also the same parameters and ids.
+//! A few training steps of each head give the same losses on each device, in each dtype, as in f64 on the CPU; in f32
+//! and f64 also the same parameters and ids.
 
 mod common;
 

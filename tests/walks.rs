@@ -1,5 +1,5 @@
-//! One call of each kind, from the public method to its result. `scripts/walks.sh` counts the files of `src` that each call
-//! visits, for docs/ARCHITECTURE.md. With `MOS_HEAD_WALK=setup` a test ends before the call.
+//! One call of each kind, from the public method to its result. `scripts/walks.sh` counts the files of `src` that each
+//! call visits, for docs/ARCHITECTURE.md. With `MOS_HEAD_WALK=setup` a test ends before the call.
 
 use candle_core::{Device, Tensor, Var};
 use mos_head::decode::{Sampling, TokenRequest};

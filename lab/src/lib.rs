@@ -1,8 +1,8 @@
 //! The lab's programs share this library: models, their training, their texts and what is printed about them.
 //!
 //! Each folder imports only those below it in this list: `training` (heads one by one, their sessions, the language
-//! model), `scores` of texts, `data`, the `layers` of models with their output layers, and what a program asks and shows
-//! (`show`). All use the type of errors, which stands here.
+//! model), `scores` of texts, `data`, the `layers` of models with their output layers, and what a program asks and
+//! shows (`show`). All use the type of errors, which stands here.
 
 pub mod training;
 

@@ -56,8 +56,8 @@ impl GatheredRows {
 #[derive(Clone, Debug, Default)]
 pub(super) struct FrozenRows(Arc<OnceLock<GatheredRows>>);
 
-/// Makes the softmax over `ids`, which are in ascending order without repeats: its id i is `ids[i]`. If there are frozen
-/// rows, they belong to these ids.
+/// Makes the softmax over `ids`, which are in ascending order without repeats: its id i is `ids[i]`. If there are
+/// frozen rows, they belong to these ids.
 pub(super) fn gathered_softmax(mixture: &Mixture, ids: &[u32], frozen: Option<&FrozenRows>) -> Result<Mixture> {
     let weight = &mixture.operands().weight;
     // A layer may have another weight at each call, or a variable.

@@ -6,8 +6,8 @@
 //!
 //! [`AllowedIds`] has the sets, [`RestrictedMixture`] is a mixture whose distributions they restrict, and
 //! [`Restricted`] is a head of such mixtures. A single softmax needs only the decoder's rows of the allowed ids
-//! ([`gathered_rows`]); a mixture of several softmaxes needs the log-sum-exps over all ids. [`set_log_probs`] computes the
-//! log-probabilities of the sets in the cheapest way, and [`choice`] chooses ids from them.
+//! ([`gathered_rows`]); a mixture of several softmaxes needs the log-sum-exps over all ids. [`set_log_probs`] computes
+//! the log-probabilities of the sets in the cheapest way, and [`choice`] chooses ids from them.
 
 mod choice;
 mod gathered_rows;

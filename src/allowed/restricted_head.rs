@@ -18,8 +18,9 @@ use crate::tensors::dropout::DropoutMasks;
 /// states of each call have as many positions as there are lists. See [`RestrictedMixture`] for what each result costs,
 /// and which options of a loss are supported.
 ///
-/// A single softmax copies the decoder's rows of the set at each call. For a set that stays, such as a draft vocabulary,
-/// [`frozen`](OutputLayer::frozen) copies them once, at its first call, from parameters that must not change afterwards.
+/// A single softmax copies the decoder's rows of the set at each call. For a set that stays, such as a draft
+/// vocabulary, [`frozen`](OutputLayer::frozen) copies them once, at its first call, from parameters that must not
+/// change afterwards.
 ///
 /// # Examples
 ///

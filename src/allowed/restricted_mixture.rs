@@ -32,28 +32,29 @@ use crate::tensors::transfer;
 ///
 /// # Results
 ///
-/// - A loss supports label smoothing, which spreads its mass over the set, and the z-loss for one set for all positions, if
-///   targets are not added to it and there is a single softmax without log-priors. (With explicit log-priors a mixture with
-///   K = 1 supports neither.) A target is correct if it is the argmax among the ids of its set. The budget of the workspace
-///   is for the passes over all ids; the log-probabilities of the sets are held beside it.
+/// - A loss supports label smoothing, which spreads its mass over the set, and the z-loss for one set for all
+///   positions, if targets are not added to it and there is a single softmax without log-priors. (With explicit
+///   log-priors a mixture with K = 1 supports neither.) A target is correct if it is the argmax among the ids of its
+///   set. The budget of the workspace is for the passes over all ids; the log-probabilities of the sets are held beside
+///   it.
 /// - Log-probabilities are minus infinity outside the sets.
-/// - No id outside its set is among the most probable ones: if all sets have fewer than `k` ids, there are as many as the
-///   largest has, and a position with fewer repeats its last id with a log-probability of minus infinity, which
+/// - No id outside its set is among the most probable ones: if all sets have fewer than `k` ids, there are as many as
+///   the largest has, and a position with fewer repeats its last id with a log-probability of minus infinity, which
 ///   [`BeamSearch`](crate::decode::BeamSearch) never chooses.
-/// - A sample's temperature and truncation apply to the renormalised distribution, which has no priors: ancestral sampling
-///   of several softmaxes is [`Error::Unsupported`].
+/// - A sample's temperature and truncation apply to the renormalised distribution, which has no priors: ancestral
+///   sampling of several softmaxes is [`Error::Unsupported`].
 ///
 /// # Errors
 ///
-/// Beside those of [`Distributions`]: [`Error::NotAllowed`] if a target is not in its set; [`Error::EmptySet`] if a set is
-/// empty, unless an empty set allows all ids ([`AllowedIds::with_empty_as_full`]) or the target is ignored;
-/// [`Error::Impossible`] if all ids of a set have probability zero and an id is chosen. [`Error::Unsupported`] for sampled
-/// losses, and for label smoothing and the z-loss except as above.
+/// Beside those of [`Distributions`]: [`Error::NotAllowed`] if a target is not in its set; [`Error::EmptySet`] if a set
+/// is empty, unless an empty set allows all ids ([`AllowedIds::with_empty_as_full`]) or the target is ignored;
+/// [`Error::Impossible`] if all ids of a set have probability zero and an id is chosen. [`Error::Unsupported`] for
+/// sampled losses, and for label smoothing and the z-loss except as above.
 ///
 /// # Numerics
 ///
-/// A target of probability zero has an infinite loss. If all ids of a set have probability zero, or a logit of the set is
-/// NaN, the loss of this position is NaN; those of other positions are not affected.
+/// A target of probability zero has an infinite loss. If all ids of a set have probability zero, or a logit of the set
+/// is NaN, the loss of this position is NaN; those of other positions are not affected.
 ///
 /// # Examples
 ///

@@ -69,14 +69,15 @@ impl Agreed {
     }
 }
 
-/// The number of values in a first exchange. It is the same for each call, because engines expect as many from each rank.
+/// The number of values in a first exchange. It is the same for each call, because engines expect as many from each
+/// rank.
 const NUMBERS: usize = 16;
 
 /// The argument that [`Error::Ranks`] names on the other ranks if a rank has an error of its own.
 pub(crate) const WITHOUT_ERROR: &str = "arguments without an error";
 
-/// Sends which call this rank makes, whether it has no error, and the numbers of the call. Returns the values of all ranks
-/// for each of these.
+/// Sends which call this rank makes, whether it has no error, and the numbers of the call. Returns the values of all
+/// ranks for each of these.
 fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[Agreed]) -> Result<Vec<Vec<f64>>> {
     debug_assert!(numbers.len() + 2 <= NUMBERS);
     let mut sent = vec![call as u8 as f64, f64::from(u8::from(is_ok))];
@@ -86,9 +87,9 @@ fn exchange(collectives: &dyn Collectives, call: Call, is_ok: bool, numbers: &[A
     Ok((0..NUMBERS).map(|i| all.iter().copied().skip(i).step_by(NUMBERS).collect()).collect())
 }
 
-/// Returns the index of the first element of a list that is not the same on every rank, from a number that stands for each
-/// element. It is `None` if the lists differ in length, or do not differ. Every rank calls it after an error that all of
-/// them have.
+/// Returns the index of the first element of a list that is not the same on every rank, from a number that stands for
+/// each element. It is `None` if the lists differ in length, or do not differ. Every rank calls it after an error that
+/// all of them have.
 #[cfg(feature = "distributed")]
 pub(crate) fn first_other(collectives: &dyn Collectives, elements: &[f64]) -> Result<Option<usize>> {
     let n = elements.len();
@@ -100,9 +101,9 @@ pub(crate) fn first_other(collectives: &dyn Collectives, elements: &[f64]) -> Re
     Ok((0..n).find(|&i| all.iter().skip(i).step_by(n).any(|element| *element != all[i])))
 }
 
-/// Returns what this rank's check has found, and the values of all ranks for each number. It is an error on every rank if
-/// one of them has found an error, if a number is not the same everywhere, or if a rank makes another call. Every rank
-/// calls it with the same names, unless it has an error.
+/// Returns what this rank's check has found, and the values of all ranks for each number. It is an error on every rank
+/// if one of them has found an error, if a number is not the same everywhere, or if a rank makes another call. Every
+/// rank calls it with the same names, unless it has an error.
 pub(crate) fn agree<T>(
     collectives: &dyn Collectives,
     call: Call,

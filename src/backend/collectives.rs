@@ -34,9 +34,9 @@ impl Numbers<'_> {
 }
 
 /// The collective operations of the ranks of a distributed program, each a process with a shard of the vocabulary
-/// ([`VocabShard`](crate::distributed::VocabShard)). All ranks call the same operations with as many numbers in the same
-/// order; an operation returns when the others have called it. Operations follow one another, but not all are called by
-/// the same thread.
+/// ([`VocabShard`](crate::distributed::VocabShard)). All ranks call the same operations with as many numbers in the
+/// same order; an operation returns when the others have called it. Operations follow one another, but not all are
+/// called by the same thread.
 ///
 /// The feature `mpi` has `Mpi`, an engine for MPI; the feature `nccl` has `Nccl`, an engine for NVIDIA's GPUs. Another
 /// engine implements this trait.
@@ -104,8 +104,8 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     /// If the engine fails.
     fn all_reduce_sum(&self, numbers: Numbers<'_>) -> Result<()>;
 
-    /// Computes the sum of a tensor over all ranks. Every rank gets the same bits. An engine that adds up in the memory of
-    /// a device overrides it; otherwise the numbers are copied to the host and back.
+    /// Computes the sum of a tensor over all ranks. Every rank gets the same bits. An engine that adds up in the memory
+    /// of a device overrides it; otherwise the numbers are copied to the host and back.
     ///
     /// # Shapes
     ///

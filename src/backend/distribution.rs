@@ -1,5 +1,5 @@
-//! The distribution of a position over the vocabulary, which is read tile by tile, and the queries that read it. Decoding
-//! is made of such queries, so that no device holds a tensor of all log-probabilities for it.
+//! The distribution of a position over the vocabulary, which is read tile by tile, and the queries that read it.
+//! Decoding is made of such queries, so that no device holds a tensor of all log-probabilities for it.
 
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -14,23 +14,23 @@ pub(crate) const TILE: usize = 512;
 /// The number of tiles that repay the overhead of a parallel task.
 pub(crate) const TASK_TILES: usize = 8;
 
-/// The distribution of one position over the vocabulary, computed tile by tile on demand. Its numbers are read in f64, in
-/// whichever type they were computed: a query is compiled once.
+/// The distribution of one position over the vocabulary, computed tile by tile on demand. Its numbers are read in f64,
+/// in whichever type they were computed: a query is compiled once.
 pub(crate) trait Distribution: Sync {
     /// Returns the number of ids.
     fn vocab(&self) -> usize;
     /// Returns why the numbers are no distribution, if they are none.
     fn defect(&self) -> Option<Defect>;
-    /// Returns the log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile. They
-    /// may be written to `buffer`.
+    /// Returns the log-probabilities of the ids from `tile * TILE` on: [`TILE`] of them, or fewer in the last tile.
+    /// They may be written to `buffer`.
     fn tile<'a>(&'a self, tile: usize, buffer: &'a mut Vec<f64>) -> &'a [f64];
-    /// As [`Distribution::tile`], but values below `floor` may be returned as minus infinity, and no values if there are
-    /// no others.
+    /// As [`Distribution::tile`], but values below `floor` may be returned as minus infinity, and no values if there
+    /// are no others.
     fn tile_above<'a>(&'a self, tile: usize, _floor: f64, buffer: &'a mut Vec<f64>) -> &'a [f64] {
         self.tile(tile, buffer)
     }
-    /// As [`Distribution::tile`], the logits of a single component, if they are known. Unlike its log-probability, an id's logit
-    /// does not depend on the other ids.
+    /// As [`Distribution::tile`], the logits of a single component, if they are known. Unlike its log-probability, an
+    /// id's logit does not depend on the other ids.
     fn logit_tile<'a>(&'a self, _: usize, _: &'a mut Vec<f64>) -> Option<&'a [f64]> {
         None
     }

@@ -30,30 +30,32 @@ use crate::tensors::transfer::number_like;
 ///
 /// - Agarwal et al.: On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes. ICLR 2024, arXiv
 ///   2306.13649, equation 1.
-/// - Samarin et al.: LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding. ICML 2026, arXiv 2602.23881.
+/// - Samarin et al.: LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding. ICML 2026, arXiv
+///   2602.23881.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Divergence {
-    /// `sum_v T(v) (log T(v) - log Q(v))`: the student covers what the teacher may say. It is infinite, which on the CPU is
-    /// an error, where the student gives no probability to what the teacher may say. The default.
+    /// `sum_v T(v) (log T(v) - log Q(v))`: the student covers what the teacher may say. It is infinite, which on the
+    /// CPU is an error, where the student gives no probability to what the teacher may say. The default.
     #[default]
     ForwardKl,
-    /// `sum_v Q(v) (log Q(v) - log T(v))`: the student seeks what the teacher is likely to say. It is infinite, which on the
-    /// CPU is an error, where the teacher gives no probability to what the student may say.
+    /// `sum_v Q(v) (log Q(v) - log T(v))`: the student seeks what the teacher is likely to say. It is infinite, which
+    /// on the CPU is an error, where the teacher gives no probability to what the student may say.
     ReverseKl,
     /// `beta KL(T, M) + (1 - beta) KL(Q, M)` with `M = beta T + (1 - beta) Q`, for beta above 0 and below 1. At 0 and
     /// at 1 it would be zero for all distributions, so that these are errors; divided by beta it tends to `KL(T, Q)` at
     /// 0, divided by 1 - beta to `KL(Q, T)` at 1.
     JensenShannon(f64),
-    /// `sum_v max(0, T(v) - Q(v))`, half the sum of `|T(v) - Q(v)|`: the probability `1 - alpha` that a draft is rejected.
-    /// Far from the teacher its derivatives are small.
+    /// `sum_v max(0, T(v) - Q(v))`, half the sum of `|T(v) - Q(v)|`: the probability `1 - alpha` that a draft is
+    /// rejected. Far from the teacher its derivatives are small.
     TotalVariation,
-    /// `-log alpha`, which has the derivatives of the total variation divided by `alpha`. For a teacher that is certain of
-    /// an id it is the cross-entropy. It is infinite, which on the CPU is an error, where no id is possible for both.
+    /// `-log alpha`, which has the derivatives of the total variation divided by `alpha`. For a teacher that is certain
+    /// of an id it is the cross-entropy. It is infinite, which on the CPU is an error, where no id is possible for
+    /// both.
     NegLogAcceptance,
-    /// `lambda KL(T, Q) + (1 - lambda) TV(T, Q)` with `lambda = exp(-eta alpha)` for the forward divergence and the total
-    /// variation above. The weight `lambda` is a constant of each position: it has no derivative. eta is at least 0;
-    /// at 0 this is [`Divergence::ForwardKl`]. The paper takes 3.
+    /// `lambda KL(T, Q) + (1 - lambda) TV(T, Q)` with `lambda = exp(-eta alpha)` for the forward divergence and the
+    /// total variation above. The weight `lambda` is a constant of each position: it has no derivative. eta is at least
+    /// 0; at 0 this is [`Divergence::ForwardKl`]. The paper takes 3.
     LkHybrid(f64),
 }
 

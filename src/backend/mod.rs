@@ -1,9 +1,9 @@
-//! The operations of a backend: the functions of this file, each computed on the device of its operands, the CPU or a GPU
-//! that this build has kernels for. The CPU supports f16, bf16, f32 and f64; GPUs support f16, bf16 and f32.
+//! The operations of a backend: the functions of this file, each computed on the device of its operands, the CPU or a
+//! GPU that this build has kernels for. The CPU supports f16, bf16, f32 and f64; GPUs support f16, bf16 and f32.
 //!
-//! [`objective`] defines what is asked of a backend, and [`mod@plan`] cuts the work into chunks and
-//! orders their steps. `cpu` and `gpu` have functions of the operations' names; `gpu` launches its kernels through `cuda` or
-//! `metal`. Operations for which only the CPU has kernels are composed of candle's on a GPU.
+//! [`objective`] defines what is asked of a backend, and [`mod@plan`] cuts the work into chunks and orders their steps.
+//! `cpu` and `gpu` have functions of the operations' names; `gpu` launches its kernels through `cuda` or `metal`.
+//! Operations for which only the CPU has kernels are composed of candle's on a GPU.
 
 pub(crate) mod agreement;
 pub(crate) mod collectives;
@@ -108,9 +108,9 @@ pub(crate) fn scores(planned: &Planned, scored: &Scored) -> Result<(Tensor, Opti
     on_device!(planned.device(), scores(planned, scored))
 }
 
-/// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`, in u32 and in the accumulation dtype,
-/// in descending order of probability; ties go to the lower id. If a position has no distribution, it returns an error
-/// that names the first such position.
+/// Finds the `k` most probable ids and their log-probabilities, each `[positions, k]`, in u32 and in the accumulation
+/// dtype, in descending order of probability; ties go to the lower id. If a position has no distribution, it returns an
+/// error that names the first such position.
 pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
     on_device!(operands.device(), top_k(operands, k))
 }
@@ -160,8 +160,8 @@ pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Computes the product of a linear layer, `input W^T`, for an input `[n, inputs]` and a weight `[outputs, inputs]`. On the CPU
-/// each row of the result has the same bits whatever the other rows are.
+/// Computes the product of a linear layer, `input W^T`, for an input `[n, inputs]` and a weight `[outputs, inputs]`. On
+/// the CPU each row of the result has the same bits whatever the other rows are.
 pub(crate) fn linear(input: &Tensor, weight: &Tensor) -> Result<Tensor> {
     if is_cpu(input.device())? {
         cpu::linear(input, weight)
@@ -190,8 +190,8 @@ pub(crate) fn list_products(contexts: &Tensor, matrix: &Weight, lists: &IdLists)
     }
 }
 
-/// Computes the gradients of contexts and matrix from the `upstream` gradient of [`list_products`], each if it is `needed`,
-/// in the operands' dtype.
+/// Computes the gradients of contexts and matrix from the `upstream` gradient of [`list_products`], each if it is
+/// `needed`, in the operands' dtype.
 pub(crate) fn list_product_gradients(
     contexts: &Tensor,
     matrix: &Weight,
@@ -206,7 +206,8 @@ pub(crate) fn list_product_gradients(
     }
 }
 
-/// Makes a matrix `[rows, d]` that has these values in the rows `ids`, which ascend without repeats, and zeros elsewhere.
+/// Makes a matrix `[rows, d]` that has these values in the rows `ids`, which ascend without repeats, and zeros
+/// elsewhere.
 pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Result<Tensor> {
     if is_cpu(values.device())? {
         cpu::scattered_rows(values, ids, rows)

@@ -1,5 +1,5 @@
-//! What is asked of a backend: the objective, which is computed of each position and summed, with the results of its loss,
-//! and the task that a plan is made for.
+//! What is asked of a backend: the objective, which is computed of each position and summed, with the results of its
+//! loss, and the task that a plan is made for.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -46,8 +46,8 @@ impl Objective {
     }
 }
 
-/// The gradients of the operands that need one. Each has its operand's shape and the accumulation dtype; the weight's may
-/// already be rounded to the weight's dtype.
+/// The gradients of the operands that need one. Each has its operand's shape and the accumulation dtype; the weight's
+/// may already be rounded to the weight's dtype.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Gradients {
     pub(crate) contexts: Option<Tensor>,
@@ -75,24 +75,24 @@ pub(crate) struct LossResults {
     pub(crate) gradients: Gradients,
 }
 
-/// The task that a plan is made for: what a call computes, as far as its workspace depends on it, and the operands whose
-/// gradients it computes.
+/// The task that a plan is made for: what a call computes, as far as its workspace depends on it, and the operands
+/// whose gradients it computes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Task {
     /// A loss over targets.
     Loss { terms: LossTerms, targets: TargetKind, needs_grad: NeedsGrad },
     /// The log-probabilities of all ids, and in the backward pass the gradients.
     LogProbs { needs_grad: NeedsGrad },
-    /// A function of a chunk's log-probabilities of all ids: these, a teacher's, and the derivatives are held besides the
-    /// logits.
+    /// A function of a chunk's log-probabilities of all ids: these, a teacher's, and the derivatives are held besides
+    /// the logits.
     LogProbTerms { needs_grad: NeedsGrad },
     /// Scores, or a function of them.
     Scores { scores: ScoreTask, needs_grad: NeedsGrad },
-    /// The `k` most probable ids of each position. Products of large chunks serve many rows; unlike a draw, the results may
-    /// depend on the other positions by rounding.
+    /// The `k` most probable ids of each position. Products of large chunks serve many rows; unlike a draw, the results
+    /// may depend on the other positions by rounding.
     TopK { k: usize },
-    /// A query of each position's distribution, which is read tile by tile. Chunks of a few rows suffice, and two passes
-    /// are taken, in which a position has the same bits in any batch.
+    /// A query of each position's distribution, which is read tile by tile. Chunks of a few rows suffice, and two
+    /// passes are taken, in which a position has the same bits in any batch.
     Visit,
 }
 
@@ -115,8 +115,8 @@ pub(crate) struct ScoreTask {
     pub(crate) candidates: usize,
     /// Whether the scores depend on the log-probability of every id.
     pub(crate) need_all_ids: bool,
-    /// Whether the scores need only the logits of the candidates, and sums over the other ids: one pass computes them, and
-    /// their gradients as those of a loss over hard targets, of which each position has several.
+    /// Whether the scores need only the logits of the candidates, and sums over the other ids: one pass computes them,
+    /// and their gradients as those of a loss over hard targets, of which each position has several.
     pub(crate) need_listed_only: bool,
     /// Whether it is asked which candidate is the most probable id.
     pub(crate) needs_argmax: bool,
@@ -134,8 +134,8 @@ impl Task {
         }
     }
 
-    /// Returns whether the call needs the mixture's log-probability of every id at once, so that the CPU takes two passes,
-    /// and each of its threads holds a row of them.
+    /// Returns whether the call needs the mixture's log-probability of every id at once, so that the CPU takes two
+    /// passes, and each of its threads holds a row of them.
     pub(crate) fn needs_all_ids(&self) -> bool {
         match self {
             Task::Loss { terms, .. } => terms.label_smoothing > 0.0,
@@ -153,8 +153,8 @@ impl Task {
         }
     }
 
-    /// Returns whether the call tells which targets or candidates are the most probable ids, which takes a search of its
-    /// own.
+    /// Returns whether the call tells which targets or candidates are the most probable ids, which takes a search of
+    /// its own.
     pub(crate) fn needs_argmax(&self) -> bool {
         match self {
             Task::Loss { terms, .. } => terms.needs_correct,
@@ -193,7 +193,8 @@ impl Scored {
         self.needs_entropy || self.needs_outside || self.needs_collision || self.is_tempered()
     }
 
-    /// Returns the task that computes the scores or a function of them, and the gradients of the operands that need one.
+    /// Returns the task that computes the scores or a function of them, and the gradients of the operands that need
+    /// one.
     pub(crate) fn task(&self, operands: &Operands, needs_grad: NeedsGrad) -> Result<Task> {
         /// The most ids of a position whose gradients are added one by one, without a matrix product.
         const MOST_LISTED: usize = 512;
@@ -221,8 +222,8 @@ pub(crate) const POSITION_SCORES: usize = 3;
 pub(crate) type ScoreTerms = Arc<dyn Fn(Range<usize>, &Tensor) -> Result<(Tensor, Tensor)> + Send + Sync>;
 
 /// A function of a chunk's positions and the log-probabilities of all ids `[chunk, vocab]`, which it may overwrite. It
-/// returns the positions' values `[chunk]` and the derivatives by the log-probabilities `[chunk, vocab]`, to which nothing
-/// else refers, all in the accumulation dtype.
+/// returns the positions' values `[chunk]` and the derivatives by the log-probabilities `[chunk, vocab]`, to which
+/// nothing else refers, all in the accumulation dtype.
 pub(crate) type LogProbTerms = Arc<dyn Fn(Range<usize>, Tensor) -> Result<(Tensor, Tensor)> + Send + Sync>;
 
 /// A loss over targets whose shape and dtype have been checked.
@@ -237,9 +238,9 @@ pub(crate) struct TargetLoss {
     pub(crate) class_weights: Option<Tensor>,
     pub(crate) terms: LossTerms,
     pub(crate) scale: GradScale,
-    /// `[positions]`, in the accumulation dtype: what a sampled softmax adds to the targets' logits. Each target is then an
-    /// entry of its own: it is a row of the weight, from `vocab` on if the vocabulary lacks it, and competes with all ids
-    /// of the vocabulary but itself:
+    /// `[positions]`, in the accumulation dtype: what a sampled softmax adds to the targets' logits. Each target is
+    /// then an entry of its own: it is a row of the weight, from `vocab` on if the vocabulary lacks it, and competes
+    /// with all ids of the vocabulary but itself:
     ///
     /// ```text
     /// log p_k(y) = z_ky + shift - log( exp(z_ky + shift) + sum_{v != y} exp z_kv )
@@ -247,8 +248,8 @@ pub(crate) struct TargetLoss {
     ///
     /// Such a loss has no logit function, and the target's negative log-likelihood is its only term.
     pub(crate) own_shifts: Option<Tensor>,
-    /// This rank's part of the vocabulary, if the vocabulary is cut among ranks: the weight has the rows of this part, while
-    /// targets and class weights refer to the whole vocabulary.
+    /// This rank's part of the vocabulary, if the vocabulary is cut among ranks: the weight has the rows of this part,
+    /// while targets and class weights refer to the whole vocabulary.
     pub(crate) shard: Option<VocabShard>,
     /// The gradient of the weight from earlier losses, to which this loss adds its own.
     pub(crate) so_far: Option<GradientSoFar>,

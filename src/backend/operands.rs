@@ -10,9 +10,9 @@ use crate::backend::weight::Weight;
 use crate::error::Result;
 use crate::tensors::id_lists::matrix_rows;
 
-/// The precision of matrix products: of a loss ([`LossOptions::with_precision`](crate::LossOptions::with_precision)), or
-/// of all results of a mixture ([`Mixture::with_precision`](crate::Mixture::with_precision)). All sums, exponentials,
-/// results and gradients keep their dtype.
+/// The precision of matrix products: of a loss ([`LossOptions::with_precision`](crate::LossOptions::with_precision)),
+/// or of all results of a mixture ([`Mixture::with_precision`](crate::Mixture::with_precision)). All sums,
+/// exponentials, results and gradients keep their dtype.
 ///
 /// # Examples
 ///
@@ -40,11 +40,11 @@ pub enum Precision {
     /// Operands of f32 or f16 may be rounded to bf16 before they are multiplied; sums stay f32. PyTorch's
     /// `torch.set_float32_matmul_precision("medium")` allows the same.
     ///
-    /// It has an effect on CPUs with Intel AMX, and on those whose AVX512-BF16 is faster than their products in f32:
-    /// on all products of losses over hard targets, and on the logits of other losses and of log-probabilities, unless the
-    /// budget is too small for the rounded operands. A few rows, whose products take no longer than reading the decoder,
-    /// are not rounded. Decoding rounds on Intel AMX alone, and only for more than 24 components: how many positions there
-    /// are does not matter. `docs/measurements.md` has the errors: they grow with the logits.
+    /// It has an effect on CPUs with Intel AMX, and on those whose AVX512-BF16 is faster than their products in f32: on
+    /// all products of losses over hard targets, and on the logits of other losses and of log-probabilities, unless the
+    /// budget is too small for the rounded operands. A few rows, whose products take no longer than reading the
+    /// decoder, are not rounded. Decoding rounds on Intel AMX alone, and only for more than 24 components: how many
+    /// positions there are does not matter. `docs/measurements.md` has the errors: they grow with the logits.
     ///
     /// On a CUDA device it has an effect on operands of f32, in losses and scores of at least 256 rows (positions times
     /// components): the contexts and the decoder are copied in bf16.
@@ -72,8 +72,8 @@ pub(crate) struct Operands {
     pub(crate) sizes: Sizes,
     /// `[positions, K, context_dim]`.
     pub(crate) contexts: Tensor,
-    /// A tensor with the elements of the contexts of this id in another shape, which gets their gradient: candle adds the
-    /// gradient of each tensor in between to zeros.
+    /// A tensor with the elements of the contexts of this id in another shape, which gets their gradient: candle adds
+    /// the gradient of each tensor in between to zeros.
     pub(crate) source: Option<(TensorId, Tensor)>,
     /// `[positions, K]`, in the accumulation dtype.
     pub(crate) log_priors: Option<Tensor>,

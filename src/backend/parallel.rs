@@ -34,7 +34,8 @@ pub(crate) fn for_each_with<T: Send, B>(
     run(slots.len(), &|| {
         let (places, f, mut buffers) = (&places, &f, buffers());
         Box::new(move |i| {
-            // SAFETY: `run` passes each number below the number of slots to one call, and none of them is used meanwhile.
+            // SAFETY: `run` passes each number below the number of slots to one call, and none of them is used
+            // meanwhile.
             if let Some(item) = unsafe { places.at(i) }.take() {
                 f(&mut buffers, item);
             }

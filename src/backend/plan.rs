@@ -53,7 +53,8 @@ pub(crate) struct Needs {
 /// The computation that serves a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Computation {
-    /// The CPU's `one_pass`, which computes one exponential per logit, and CUDA's first product, if it writes exponentials.
+    /// The CPU's `one_pass`, which computes one exponential per logit, and CUDA's first product, if it writes
+    /// exponentials.
     OnePass,
     /// The CPU's `two_pass`, and that of GPUs, which compute logits, and then their gradient in place of the logits.
     TwoPasses,

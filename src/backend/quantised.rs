@@ -25,7 +25,8 @@ impl QuantisedMatrix {
     ///
     /// # Errors
     ///
-    /// If it is not a matrix, is on a GPU, is of a type without kernels, or holds more or fewer bytes than its shape has.
+    /// If it is not a matrix, is on a GPU, is of a type without kernels, or holds more or fewer bytes than its shape
+    /// has.
     pub(crate) fn new(argument: &'static str, tensor: Arc<QTensor>) -> Result<Self> {
         let &[rows, columns] = tensor.shape().dims() else {
             return Err(Error::shape(argument, "[rows, columns]", tensor.shape().dims()));

@@ -1,7 +1,7 @@
 //! The order of a distribution's ids: the more probable one comes first, and of equals the lower one. The logits of a
 //! single component have the same order. A distribution that has a NaN or in which no id is possible has no argmax: a
-//! query of it is an error ([`Distribution::check`]), and no listed id is its argmax. The GPUs' kernels have the order in
-//! `gpu/kernels/ranking.h`.
+//! query of it is an error ([`Distribution::check`]), and no listed id is its argmax. The GPUs' kernels have the order
+//! in `gpu/kernels/ranking.h`.
 //!
 //! The `n` most probable ids are found in one pass over the distribution's tiles. The CPU's one pass ranks logits with
 //! the same [`Ranking`] while they are computed. All numbers are ranked in f64, which has the order of f32.
@@ -88,8 +88,8 @@ pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device:
 /// The least number of tiles per parallel task, so that the work repays its overhead.
 const LEAST_TILES: usize = 4;
 
-/// The `n` most probable ids among those that have been added. They stand among other entries, which have not been ranked
-/// yet.
+/// The `n` most probable ids among those that have been added. They stand among other entries, which have not been
+/// ranked yet.
 pub(crate) struct Ranking {
     n: usize,
     entries: Vec<Ranked>,
@@ -130,8 +130,8 @@ impl Ranking {
         }
     }
 
-    /// Drops all entries but the `n` most probable ones, and returns the log-probability of the last of these. It returns
-    /// `None`, and drops nothing, while fewer have been added.
+    /// Drops all entries but the `n` most probable ones, and returns the log-probability of the last of these. It
+    /// returns `None`, and drops nothing, while fewer have been added.
     pub(crate) fn settle(&mut self) -> Option<f64> {
         if self.entries.len() >= self.n {
             self.rank();

@@ -50,7 +50,8 @@ impl VocabShard {
     ///
     /// # Errors
     ///
-    /// If a rank has no token id, or there are more than 2^32 - 1; [`Error::Ranks`] if a rank calls [`VocabShard::new`].
+    /// If a rank has no token id, or there are more than 2^32 - 1; [`Error::Ranks`] if a rank calls
+    /// [`VocabShard::new`].
     pub fn with_rows(collectives: Arc<dyn Collectives>, rows: usize) -> Result<Self> {
         let numbers = [Agreed::own("rows", rows as f64), Agreed::equal("vocab_size", f64::NAN)];
         let ((), values) = agree(&*collectives, Call::Cut, Ok(()), &numbers)?;

@@ -98,7 +98,8 @@ impl Weight {
         }
     }
 
-    /// Returns a tensor as it is stored, and whether it is stored as its transpose `[d, vocab]`. Quantised rows are none.
+    /// Returns a tensor as it is stored, and whether it is stored as its transpose `[d, vocab]`. Quantised rows are
+    /// none.
     pub(crate) fn stored(&self) -> Result<Option<(Tensor, bool)>> {
         Ok(match self {
             Weight::Dense(weight) if weight.is_contiguous() => Some((weight.clone(), false)),

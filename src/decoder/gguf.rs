@@ -1,5 +1,5 @@
-//! A decoder with the quantised rows of a GGUF file. Its results are those of the dequantised rows in f32, and no copy of
-//! the rows is made.
+//! A decoder with the quantised rows of a GGUF file. Its results are those of the dequantised rows in f32, and no copy
+//! of the rows is made.
 
 use std::sync::Arc;
 
@@ -25,15 +25,16 @@ impl Decoder {
     ///
     /// # Errors
     ///
-    /// If the shapes do not match, the type is another (`QTensor::dequantize` makes a tensor of it), the tensor holds more
-    /// or fewer bytes than its shape has, or it is not on the CPU. On a GPU, `QTensor::dequantize(&device)` makes a tensor
-    /// for [`Decoder::from_tensors`].
+    /// If the shapes do not match, the type is another (`QTensor::dequantize` makes a tensor of it), the tensor holds
+    /// more or fewer bytes than its shape has, or it is not on the CPU. On a GPU, `QTensor::dequantize(&device)` makes
+    /// a tensor for [`Decoder::from_tensors`].
     ///
     /// # Numerics
     ///
-    /// Results are those of [`Decoder::weight`], the dequantised rows in f32, up to the rounding of f32 products: neither
-    /// contexts nor sums are rounded to fewer bits. Contexts in f16 and bf16 are widened to f32, and f64 is an error. The
-    /// rows are constants: hidden states, priors, the bias and an adapter get gradients, and the rows get none.
+    /// Results are those of [`Decoder::weight`], the dequantised rows in f32, up to the rounding of f32 products:
+    /// neither contexts nor sums are rounded to fewer bits. Contexts in f16 and bf16 are widened to f32, and f64 is an
+    /// error. The rows are constants: hidden states, priors, the bias and an adapter get gradients, and the rows get
+    /// none.
     ///
     /// [`Precision::Bf16Products`](crate::Precision::Bf16Products),
     /// [`LossOptions::with_decoder_rows`](crate::LossOptions::with_decoder_rows) and a vocabulary that ranks share are

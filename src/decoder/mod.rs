@@ -272,8 +272,8 @@ impl Decoder {
     /// # Errors
     ///
     /// If the adapter is for another shape, or of another dtype or on another device than the weight. A weight in half
-    /// precision also takes one in f32, which is rounded to the weight's dtype in each call and whose gradients are in f32;
-    /// a quantised weight takes one in f32.
+    /// precision also takes one in f32, which is rounded to the weight's dtype in each call and whose gradients are in
+    /// f32; a quantised weight takes one in f32.
     pub fn with_adapter(self, adapter: LowRankAdapter) -> Result<Self> {
         adapter.check_shape(self.vocab_size(), self.context_dim())?;
         match self.parameter() {
@@ -380,9 +380,9 @@ impl Decoder {
         }
     }
 
-    /// Computes the loss of the mixture of these contexts, which are masked at ignored positions, and may have a `source` as in
-    /// [`Decoder::mixture_from`]. If rows are computed
-    /// from spellings, a sampled loss computes only the rows of its sample and of the targets.
+    /// Computes the loss of the mixture of these contexts, which are masked at ignored positions, and may have a
+    /// `source` as in [`Decoder::mixture_from`]. If rows are computed from spellings, a sampled loss computes only the
+    /// rows of its sample and of the targets.
     pub(crate) fn request_loss(
         &self,
         contexts: &Tensor,

@@ -54,8 +54,8 @@ impl QuantisedLinear {
     ///
     /// # Errors
     ///
-    /// If the shapes do not match, the type is another, the tensor holds more or fewer bytes than its shape has, or it is
-    /// not on the CPU.
+    /// If the shapes do not match, the type is another, the tensor holds more or fewer bytes than its shape has, or it
+    /// is not on the CPU.
     pub fn new(weight: Arc<QTensor>, bias: Option<Tensor>) -> Result<Self> {
         let matrix = QuantisedMatrix::new("weight", weight)?;
         if let Some(bias) = &bias {

@@ -16,8 +16,8 @@ use crate::tensors::transfer;
 /// Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers. The same seed draws the same
 /// ids on the same device with the same version of this crate.
 ///
-/// Each position takes its own numbers, in the order of the positions: on the CPU, a batch draws the same ids at once and in
-/// parts, one after the other ([`decode`](crate::decode)).
+/// Each position takes its own numbers, in the order of the positions: on the CPU, a batch draws the same ids at once
+/// and in parts, one after the other ([`decode`](crate::decode)).
 ///
 /// # Examples
 ///
@@ -42,8 +42,8 @@ pub struct Sampler {
     generators: [StdRng; 3],
 }
 
-/// The stages of a draw. Each has a generator of its own, from which a position takes one number: which numbers a position gets
-/// does not depend on the stages of the other positions.
+/// The stages of a draw. Each has a generator of its own, from which a position takes one number: which numbers a
+/// position gets does not depend on the stages of the other positions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Stage {
     /// The draw of a token id, or of an entry of the first level.

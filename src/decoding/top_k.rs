@@ -63,8 +63,8 @@ impl TopK {
         Self::from_rounded(log_probs, log_probs.dtype(), k)
     }
 
-    /// Ranks as [`TopK::from_log_probs`] does, log-probabilities that were rounded to the dtype `rounded` before they were
-    /// given in another one.
+    /// Ranks as [`TopK::from_log_probs`] does, log-probabilities that were rounded to the dtype `rounded` before they
+    /// were given in another one.
     pub(crate) fn from_rounded(log_probs: &Tensor, rounded: DType, k: usize) -> Result<Self> {
         let dims = log_probs.dims();
         let &[ref leading @ .., vocab] = dims else { return Err(Error::shape("log_probs", "[.., vocab]", dims)) };

@@ -1,9 +1,9 @@
 //! What top-k, top-p and min-p leave of a distribution at a temperature: the ids down to a last one, in the order of
 //! [`ranking`]. The mass of an id with log-probability x is `exp((x - largest) / T)`.
 //!
-//! A draw by one random number adds up masses in descending order, and needs a ranking of the ids ([`rank_truncated`]). A
-//! draw with noise only asks which ids are left ([`Truncation`]): top-k leaves few, which are ranked too; without it the
-//! last one is found from a histogram of masses.
+//! A draw by one random number adds up masses in descending order, and needs a ranking of the ids ([`rank_truncated`]).
+//! A draw with noise only asks which ids are left ([`Truncation`]): top-k leaves few, which are ranked too; without it
+//! the last one is found from a histogram of masses.
 
 use super::sampling::Sampling;
 use crate::backend::distribution::{Computed, Distribution, TASK_TILES};
@@ -158,8 +158,8 @@ impl Truncation {
         let wanted = sampling.top_p * masses.iter().sum::<f64>();
         let least = if sampling.min_p > 0.0 { sampling.min_p.ln() } else { f64::NEG_INFINITY };
 
-        // The last id is in the interval in which the nucleus ends, or in which min-p's smallest probability is. All ids
-        // of the intervals before it are left.
+        // The last id is in the interval in which the nucleus ends, or in which min-p's smallest probability is. All
+        // ids of the intervals before it are left.
         let last_interval = place(-least * INTERVALS_PER_UNIT).0;
         let (mut end, mut mass) = (0, 0.0);
         while end < last_interval && mass + masses[end] < wanted {
@@ -183,8 +183,8 @@ impl Truncation {
     }
 }
 
-/// The masses of a distribution by intervals of `t = 32 (largest - z) / T`: interval i has those whose t rounds to i, and
-/// the last one all others.
+/// The masses of a distribution by intervals of `t = 32 (largest - z) / T`: interval i has those whose t rounds to i,
+/// and the last one all others.
 struct Histogram {
     largest: f64,
     temperature: f64,

@@ -1,19 +1,20 @@
 //! Verifies drafted token ids by agreement: a draft is accepted if it is the id that its request draws there.
 //!
-//! The noise of a request is a function of its seed, the step and the token id ([`TokenRequest`]), so that the ids of the next
-//! steps can be drawn at once, from the hidden states after each of the drafts. They are those of plain sampling as long as
-//! they agree with the drafts, and so is the first that does not.
+//! The noise of a request is a function of its seed, the step and the token id ([`TokenRequest`]), so that the ids of
+//! the next steps can be drawn at once, from the hidden states after each of the drafts. They are those of plain
+//! sampling as long as they agree with the drafts, and so is the first that does not.
 
 use super::next_token::{NextToken, TokenRequest};
 use crate::error::{Error, Result};
 use crate::tensors::checks::check_ids;
 
-/// The token ids of a text that [`OutputLayer::verify`](crate::OutputLayer::verify) has drawn: the accepted drafts, and one more.
+/// The token ids of a text that [`OutputLayer::verify`](crate::OutputLayer::verify) has drawn: the accepted drafts, and
+/// one more.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Verified {
-    /// The next tokens of the text: the `accepted` drafts, and the token after them, unless the last of the drafts ends the
-    /// text ([`TokenRequest::with_ends`]).
+    /// The next tokens of the text: the `accepted` drafts, and the token after them, unless the last of the drafts ends
+    /// the text ([`TokenRequest::with_ends`]).
     pub tokens: Vec<NextToken>,
     /// The number of drafts that were accepted.
     pub accepted: usize,
@@ -81,8 +82,8 @@ impl<'a> Verification<'a> {
 
     /// Verifies the drafts of each text by the tokens that `next_tokens` draws for all rows, or for some of them.
     ///
-    /// An error of a row after a rejected draft, or after the end of the text, does not count, because plain sampling never
-    /// reaches that row: the rows before it are computed again without it.
+    /// An error of a row after a rejected draft, or after the end of the text, does not count, because plain sampling
+    /// never reaches that row: the rows before it are computed again without it.
     pub(crate) fn verify(
         mut self,
         next_tokens: impl Fn(Option<&[u32]>, &[&TokenRequest]) -> Result<Vec<NextToken>>,
@@ -100,8 +101,8 @@ impl<'a> Verification<'a> {
         }
     }
 
-    /// Leaves out the row that an error names, and those after it. Returns the error if there is no such row, or if it is the
-    /// first of its text.
+    /// Leaves out the row that an error names, and those after it. Returns the error if there is no such row, or if it
+    /// is the first of its text.
     fn leave_out(&mut self, error: Error) -> Result<()> {
         let row = error.position();
         let text = row.and_then(|row| self.texts.iter_mut().rev().find(|text| text.first <= row));

@@ -25,8 +25,9 @@ struct Renormalised {
 }
 
 impl Renormalised {
-    /// Renormalises a distribution over `ids`, which ascend. Those of a single component are computed from the logits of these
-    /// ids alone: the log-probabilities of a gathered decoder depend on the sets of the other positions by rounding.
+    /// Renormalises a distribution over `ids`, which ascend. Those of a single component are computed from the logits
+    /// of these ids alone: the log-probabilities of a gathered decoder depend on the sets of the other positions by
+    /// rounding.
     fn new(position: usize, distribution: &dyn Distribution, ids: &[u32]) -> Result<Self> {
         distribution.check(position)?;
         let (mut values, mut buffer, mut are_logits) = (Vec::with_capacity(ids.len()), Vec::new(), false);
@@ -125,8 +126,8 @@ impl Mixture {
         TopK::from_ranked(&found, &[self.leading(), &[n]].concat(), dtype, operands.contexts.device())
     }
 
-    /// Chooses the next token ids at each position among its allowed ids. The mixture's ids are entries of a vocabulary of which
-    /// they are the `token_ids`, or all ids.
+    /// Chooses the next token ids at each position among its allowed ids. The mixture's ids are entries of a vocabulary
+    /// of which they are the `token_ids`, or all ids.
     pub(crate) fn next_tokens_within(
         &self,
         restriction: &Restriction,

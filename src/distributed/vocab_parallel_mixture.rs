@@ -39,9 +39,9 @@ use crate::tensors::checks::accumulation_dtype;
 /// # Errors
 ///
 /// The errors are those of [`Distributions`], on every rank. [`Error::Ranks`] if another rank has an error of its own,
-/// makes another call, or has other targets, other options, another number of positions, components or columns, or other
-/// contexts (most differences of dropout masks are noticed). [`Error::Unsupported`] for a loss over a sample of the
-/// vocabulary, and on a GPU for label smoothing and correct predictions.
+/// makes another call, or has other targets, other options, another number of positions, components or columns, or
+/// other contexts (most differences of dropout masks are noticed). [`Error::Unsupported`] for a loss over a sample of
+/// the vocabulary, and on a GPU for label smoothing and correct predictions.
 ///
 /// # Devices
 ///
@@ -60,15 +60,15 @@ pub struct VocabParallelMixture {
 const NAME: &str = "a vocabulary-parallel head";
 
 impl Mixture {
-    /// Returns the distributions over the whole vocabulary, of which the decoder of this mixture has the rows of one rank's
-    /// `shard`.
+    /// Returns the distributions over the whole vocabulary, of which the decoder of this mixture has the rows of one
+    /// rank's `shard`.
     pub fn vocab_parallel(&self, shard: &VocabShard) -> VocabParallelMixture {
         VocabParallelMixture { mixture: self.clone(), shard: shard.clone() }
     }
 }
 
-/// Returns the error for a result that needs the log-probabilities of all ids. It is the same on every rank, whatever the
-/// arguments are, so that no rank needs to be told.
+/// Returns the error for a result that needs the log-probabilities of all ids. It is the same on every rank, whatever
+/// the arguments are, so that no rank needs to be told.
 pub(super) fn unsupported(option: OptionName) -> Error {
     Error::Unsupported { option, head: NAME }
 }
@@ -104,8 +104,8 @@ impl Distributions for VocabParallelMixture {
         Scores::from_loss(self.loss(token_ids, &options.loss_options()))
     }
 
-    /// The ranks exchange two numbers for each row, from which the log-sum-exps follow, and then the `k` most probable ids
-    /// of each rank, `2 k` numbers for each position.
+    /// The ranks exchange two numbers for each row, from which the log-sum-exps follow, and then the `k` most probable
+    /// ids of each rank, `2 k` numbers for each position.
     fn top_k(&self, k: usize) -> Result<TopK> {
         let (mixture, shard) = (&self.mixture, &self.shard);
         let checked = mixture.check_shard(shard).and_then(|()| TopK::check_k(k, shard.vocab_size()));
@@ -141,10 +141,10 @@ impl Distributions for VocabParallelMixture {
         Err(unsupported(OptionName::Sample))
     }
 
-    /// The ranks exchange two numbers for each row, from which the log-sum-exps follow, and then the log-probabilities of
-    /// all ids, one number for each id and position. Every rank then answers all requests as a single process does: the
-    /// noise of an id depends on the request's seed, its step and the id, so that any number of ranks draws the same ids,
-    /// except where rounding decides.
+    /// The ranks exchange two numbers for each row, from which the log-sum-exps follow, and then the log-probabilities
+    /// of all ids, one number for each id and position. Every rank then answers all requests as a single process does:
+    /// the noise of an id depends on the request's seed, its step and the id, so that any number of ranks draws the
+    /// same ids, except where rounding decides.
     fn next_tokens_per_position(&self, requests: &[&[&TokenRequest]]) -> Result<Vec<Vec<NextToken>>> {
         let (mixture, shard) = (&self.mixture, &self.shard);
         let operands = mixture.operands();

@@ -18,7 +18,8 @@ pub(crate) struct GivenLogProbs {
 }
 
 impl GivenLogProbs {
-    /// Takes log-probabilities `[.., vocab]`, of a head with this name, which may have been rounded to the dtype of `like`.
+    /// Takes log-probabilities `[.., vocab]`, of a head with this name, which may have been rounded to the dtype of
+    /// `like`.
     pub(crate) fn new(log_probs: Tensor, like: Tensor, name: &'static str) -> Result<Self> {
         match log_probs.rank() {
             0 => Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims())),

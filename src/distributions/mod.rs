@@ -1,9 +1,9 @@
 //! The distributions of some positions, of which results are asked.
 //!
-//! [`Distributions`] has all results. A [`Mixture`](crate::Mixture) computes some by its fused operations ([`mixture`]), and
-//! knows the components' part in a target ([`responsibilities`]);
-//! what a kind of distributions does not override follows from its scores or its log-probabilities, as everything does
-//! for distributions that are given as log-probabilities ([`given`]).
+//! [`Distributions`] has all results. A [`Mixture`](crate::Mixture) computes some by its fused operations
+//! ([`mixture`]), and knows the components' part in a target ([`responsibilities`]); what a kind of distributions does
+//! not override follows from its scores or its log-probabilities, as everything does for distributions that are given
+//! as log-probabilities ([`given`]).
 
 mod given;
 mod linear;
@@ -26,10 +26,10 @@ pub use linear_cross_entropy::linear_cross_entropy;
 /// The distributions over the vocabulary at some positions, of which results are asked.
 ///
 /// A [`Mixture`](crate::Mixture), a [`RestrictedMixture`](crate::sets::RestrictedMixture) and a
-/// [`VocabParallelMixture`](crate::distributed::VocabParallelMixture) are distributions, and every head has those of its
-/// hidden states, [`OutputLayer::distributions`](crate::OutputLayer::distributions). A result that one of them cannot
-/// compute is [`Error::Unsupported`](crate::Error::Unsupported). The trait cannot be implemented outside of this crate:
-/// a head of your own implements [`OutputLayer`](crate::OutputLayer).
+/// [`VocabParallelMixture`](crate::distributed::VocabParallelMixture) are distributions, and every head has those of
+/// its hidden states, [`OutputLayer::distributions`](crate::OutputLayer::distributions). A result that one of them
+/// cannot compute is [`Error::Unsupported`](crate::Error::Unsupported). The trait cannot be implemented outside of this
+/// crate: a head of your own implements [`OutputLayer`](crate::OutputLayer).
 ///
 /// # Shapes
 ///

@@ -9,15 +9,15 @@ use crate::mixture::Mixture;
 use crate::tensors::checks::check_targets;
 
 impl Mixture {
-    /// Computes the responsibility of each component for the target at its position, the probability of the component after
-    /// the target is known:
+    /// Computes the responsibility of each component for the target at its position, the probability of the component
+    /// after the target is known:
     ///
     /// ```text
     /// r_k = pi_k p_k(target) / P(target)
     /// ```
     ///
-    /// Each component's context gets `r_k` of the gradient of the loss. The result is a constant. It costs as much as a loss
-    /// without gradients. Responsibilities for a target of probability zero are NaN.
+    /// Each component's context gets `r_k` of the gradient of the loss. The result is a constant. It costs as much as a
+    /// loss without gradients. Responsibilities for a target of probability zero are NaN.
     ///
     /// # Shapes
     ///

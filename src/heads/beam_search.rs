@@ -179,13 +179,14 @@ impl BeamSearch {
         BeamSearch { ends: vec![end], width: 4, min_length: 1, max_length: 100, n_best: 1, length_penalty: 0.0 }
     }
 
-    /// Sets the token ids that end a sequence, of which many models have several. [`Hypothesis::end`] is the one that did.
+    /// Sets the token ids that end a sequence, of which many models have several. [`Hypothesis::end`] is the one that
+    /// did.
     pub fn with_ends(self, ends: &[u32]) -> Self {
         BeamSearch { ends: ends.to_vec(), ..self }
     }
 
-    /// Sets the minimum number of tokens of a sequence, including the end token: a shorter one does not end. The default is
-    /// 1.
+    /// Sets the minimum number of tokens of a sequence, including the end token: a shorter one does not end. The
+    /// default is 1.
     pub fn with_min_length(self, min_length: usize) -> Self {
         BeamSearch { min_length, ..self }
     }

@@ -327,13 +327,15 @@ impl<P: Projection + From<Contexts> + AsRef<Contexts>> Head<P> {
 }
 
 impl Head<Contexts> {
-    /// Grows a softmax into a mixture of softmaxes: each of the K contexts is the hidden state itself, so that the first
-    /// distributions are those of the softmax, up to rounding. The weights of the priors are random, which makes the
-    /// components' gradients differ from the first step on; with equal priors, equal components would remain one softmax.
+    /// Grows a softmax into a mixture of softmaxes: each of the K contexts is the hidden state itself, so that the
+    /// first distributions are those of the softmax, up to rounding. The weights of the priors are random, which makes
+    /// the components' gradients differ from the first step on; with equal priors, equal components would remain one
+    /// softmax.
     ///
-    /// The projection has new variables, of the dtype of the head's parameters: `prior_weight` `[K, hidden]`, uniform within
-    /// `1 / sqrt(hidden)`, `latent_weight` `[K hidden, hidden]`, K identities, and `latent_bias` `[K hidden]`, zero, without an
-    /// activation. The decoder is that of the head, with its adapter, scale and function of the logits.
+    /// The projection has new variables, of the dtype of the head's parameters: `prior_weight` `[K, hidden]`, uniform
+    /// within `1 / sqrt(hidden)`, `latent_weight` `[K hidden, hidden]`, K identities, and `latent_bias` `[K hidden]`,
+    /// zero, without an activation. The decoder is that of the head, with its adapter, scale and function of the
+    /// logits.
     ///
     /// # Errors
     ///

@@ -145,8 +145,8 @@ impl<P: Projection> Head<P> {
         &self.decoder
     }
 
-    /// Returns the decoder's weight, `[vocab, d]`, without the product of an adapter. Each call dequantises quantised rows
-    /// to f32, which takes about four times the memory of Q8_0.
+    /// Returns the decoder's weight, `[vocab, d]`, without the product of an adapter. Each call dequantises quantised
+    /// rows to f32, which takes about four times the memory of Q8_0.
     ///
     /// # Errors
     ///
@@ -330,8 +330,8 @@ impl<P: Projection> MixtureLayer for Head<P> {
 
 /// A head of this crate: its loss is that of a request, and its log-probabilities are those of its distributions.
 pub(crate) trait RequestLayer: OutputLayer {
-    /// Computes the loss of a request at the positions of these hidden states. What is at ignored positions must not reach
-    /// a gradient.
+    /// Computes the loss of a request at the positions of these hidden states. What is at ignored positions must not
+    /// reach a gradient.
     fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss>;
 
     /// Checks that hidden states match the head, as far as it knows before a projection.

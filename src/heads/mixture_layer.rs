@@ -34,8 +34,8 @@ use crate::tensors::dropout::DropoutMasks;
 /// # }
 /// ```
 ///
-/// The entropy of the priors as a regulariser, which keeps components alive: the loss less 0.01 times the mean entropy, with
-/// its gradient in the same backward pass:
+/// The entropy of the priors as a regulariser, which keeps components alive: the loss less 0.01 times the mean entropy,
+/// with its gradient in the same backward pass:
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor, D};

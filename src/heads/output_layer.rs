@@ -484,16 +484,18 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # Shapes
     ///
-    /// - hidden: `[rows, hidden]`: for each text in turn, the state after its last token and that after each of its drafts
+    /// - hidden: `[rows, hidden]`: for each text in turn, the state after its last token and that after each of its
+    ///   drafts
     /// - drafts: a list of token ids for each text, which may be empty
     /// - requests: one for each text
     ///
     /// # Errors
     ///
     /// If there are not as many requests as lists, or not as many hidden states as drafts and texts together.
-    /// [`Error::Request`](crate::Error::Request) names the first text with a draft outside the vocabulary or with a request that
-    /// [`TokenRequest::check`] refuses. Otherwise the errors of [`next_tokens`](OutputLayer::next_tokens), with the row as the
-    /// position. Errors of rows after a rejected draft do not count: plain sampling does not come there.
+    /// [`Error::Request`](crate::Error::Request) names the first text with a draft outside the vocabulary or with a
+    /// request that [`TokenRequest::check`] refuses. Otherwise the errors of [`next_tokens`](OutputLayer::next_tokens),
+    /// with the row as the position. Errors of rows after a rejected draft do not count: plain sampling does not come
+    /// there.
     ///
     /// # Examples
     ///
@@ -515,7 +517,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     ///
     /// # References
     ///
-    /// - Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding. ICML 2023, arXiv 2211.17192.
+    /// - Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding. ICML 2023, arXiv
+    ///   2211.17192.
     /// - Daliri, Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding. 2024, arXiv
     ///   2408.07978.
     fn verify(&self, hidden: &Tensor, drafts: &[&[u32]], requests: &mut [&mut TokenRequest]) -> Result<Vec<Verified>> {

@@ -26,8 +26,8 @@ pub(crate) struct CountedPositions {
 }
 
 impl CountedPositions {
-    /// Selects the positions that count, whose objectives are multiplied by these `scales`. They have no targets, the count
-    /// is their number, and the denominator is one.
+    /// Selects the positions that count, whose objectives are multiplied by these `scales`. They have no targets, the
+    /// count is their number, and the denominator is one.
     pub(crate) fn new(counts: impl Iterator<Item = bool>, scales: Vec<f64>, like: &Tensor) -> Result<Self> {
         let (dtype, device) = (accumulation_dtype("hidden", like.dtype())?, like.device());
         let (mut positions, mut all) = (Vec::with_capacity(scales.len()), 0);

@@ -13,10 +13,10 @@ use crate::error::Result;
 ///
 /// candle's [`GradStore::extend`] adds two stores, which holds the decoder's gradient three times for a moment. A loss
 /// that is asked with the sum ([`LossOptions::with_gradient_sum`](crate::LossOptions::with_gradient_sum)) takes the
-/// decoder's gradient so far, and its kernels add to it in place: there is one (with CUDA, where it is in half precision, a
-/// copy in f32 for the time of the loss). The decoder's weight must be a variable itself (not the transpose or another
-/// function of one), the reduction a mean or a sum, and the loss over the whole vocabulary; otherwise, and for all other
-/// variables, gradients are added as candle does.
+/// decoder's gradient so far, and its kernels add to it in place: there is one (with CUDA, where it is in half
+/// precision, a copy in f32 for the time of the loss). The decoder's weight must be a variable itself (not the
+/// transpose or another function of one), the reduction a mean or a sum, and the loss over the whole vocabulary;
+/// otherwise, and for all other variables, gradients are added as candle does.
 ///
 /// A loss that was asked with a sum has taken the decoder's gradient out of it: unless the loss is added to the sum,
 /// this gradient is lost.

@@ -1,5 +1,5 @@
-//! Which positions count in an objective, with which weight and denominator. Losses, distillations and policy losses ask
-//! [`Positions`], or [`CountedPositions`] where the positions are selected before any product.
+//! Which positions count in an objective, with which weight and denominator. Losses, distillations and policy losses
+//! ask [`Positions`], or [`CountedPositions`] where the positions are selected before any product.
 
 use std::sync::OnceLock;
 
@@ -175,8 +175,8 @@ impl<'a> Positions<'a> {
         Ok(Some(weights))
     }
 
-    /// Selects the positions that count: their target is not ignored, and their weight is not zero. Targets and weights are
-    /// read on the host, which waits for their device. On a GPU only targets of which some may be ignored are.
+    /// Selects the positions that count: their target is not ignored, and their weight is not zero. Targets and weights
+    /// are read on the host, which waits for their device. On a GPU only targets of which some may be ignored are.
     pub(crate) fn counted(&self) -> Result<CountedPositions> {
         let OutputShape { vocab, like, .. } = self.shape;
         let are_read = self.options.ignore_index.is_some() || like.device().is_cpu();
@@ -234,7 +234,8 @@ pub enum Reduction {
     None,
 }
 
-/// Which positions count in an objective, with which weights and denominator. The default is the mean over all positions.
+/// Which positions count in an objective, with which weights and denominator. The default is the mean over all
+/// positions.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct PositionOptions {

@@ -31,8 +31,8 @@ impl<'a> Request<'a> {
         Ok(Request { options, targets, positions })
     }
 
-    /// Makes the request of a head that computes itself what depends on the size of its vocabulary: nothing says it here,
-    /// so that class weights of any number are taken.
+    /// Makes the request of a head that computes itself what depends on the size of its vocabulary: nothing says it
+    /// here, so that class weights of any number are taken.
     fn without_vocab(
         leading: &'a [usize],
         like: &'a Tensor,

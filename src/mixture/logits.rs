@@ -8,8 +8,8 @@ use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
 
 impl Mixture {
-    /// Computes the logits of one softmax `[.., vocab]` in the dtype of the contexts, after bias, scale and logit function,
-    /// for samplers and processors that expect logits. They are candle's product of contexts and decoder, and
+    /// Computes the logits of one softmax `[.., vocab]` in the dtype of the contexts, after bias, scale and logit
+    /// function, for samplers and processors that expect logits. They are candle's product of contexts and decoder, and
     /// differentiable. A mixture of several softmaxes has no logits; its [`log_probs`](crate::Distributions::log_probs)
     /// are logits of the same distribution.
     ///

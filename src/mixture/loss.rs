@@ -29,7 +29,8 @@ impl Mixture {
     }
 
     /// Computes the loss from a checked request: over a sample if the options ask for a sampled loss, otherwise over
-    /// all ids. The contexts must be masked at ignored positions, see [`Positions::mask`](crate::loss::Positions::mask).
+    /// all ids. The contexts must be masked at ignored positions, see
+    /// [`Positions::mask`](crate::loss::Positions::mask).
     pub(crate) fn loss_from_request(&self, request: &Request) -> Result<Loss> {
         let Some(loss) = request.options.sampled_step() else { return self.exact_loss(request) };
         if request.options.decoder_rows {

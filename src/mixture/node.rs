@@ -1,7 +1,7 @@
 //! The node of a mixture's loss, log-probabilities, scores or mean logits in candle's graph.
 //!
-//! candle's custom operations take three operands. Those of a mixture are the contexts, the decoder's weight, and one that
-//! stands for the log-priors, the adapter and the bias (`tensors/joined.rs`).
+//! candle's custom operations take three operands. Those of a mixture are the contexts, the decoder's weight, and one
+//! that stands for the log-priors, the adapter and the bias (`tensors/joined.rs`).
 
 use std::sync::Mutex;
 
@@ -24,7 +24,8 @@ pub(super) struct KnownGradients {
     pub(super) is_sum: bool,
 }
 
-/// Computes the gradients of a mixture's operands, from the upstream gradient of each position if there is no reduction.
+/// Computes the gradients of a mixture's operands, from the upstream gradient of each position if there is no
+/// reduction.
 pub(super) type ComputeGradients = dyn Fn(&Planned, Option<Tensor>) -> Result<Gradients> + Send + Sync;
 
 /// Makes the `value` of a loss a node whose operands are the mixture's. `known` are the gradients of the value, if they
@@ -121,8 +122,8 @@ pub(super) fn attach_operands(
     let graph_operands = [Some(&source), joined.as_ref(), weight];
     attach("mixture", value, graph_operands, move |_, value, upstream| {
         let gradients = gradients(value, upstream)?;
-        // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before, too): a
-        // loss scale then saves small gradients in f16.
+        // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before,
+        // too): a loss scale then saves small gradients in f16.
         let round = |gradient: Option<Tensor>, dtype: Option<DType>| {
             // candle's GPU backends do not convert empty tensors.
             let round = |(g, dtype): (Tensor, DType)| match g.elem_count() {

@@ -30,7 +30,8 @@ pub(crate) struct Sample<'a> {
 
 impl<'a> Sample<'a> {
     /// Returns the sample of a request for a sampled loss, for contexts `[.., K, d]` and a decoder of this size and
-    /// logit function; `None` if there are no positions. The targets are read on the host, which waits for their device.
+    /// logit function; `None` if there are no positions. The targets are read on the host, which waits for their
+    /// device.
     pub(crate) fn new(
         loss: &'a SampledLoss,
         contexts: &Tensor,
@@ -96,7 +97,8 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// Returns an error if the options, the number of components or the function of the logits are not supported by a sampled loss.
+/// Returns an error if the options, the number of components or the function of the logits are not supported by a
+/// sampled loss.
 fn check_support(loss: &SampledLoss, components: usize, function: LogitFunction, request: &Request) -> Result<()> {
     let (name, head) = match loss {
         SampledLoss::Softmax(_) => (OptionName::SampledSoftmax, "the sampled softmax"),

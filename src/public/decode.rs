@@ -21,15 +21,15 @@
 //! # The same ids in every batch
 //!
 //! On the CPU, [`next_tokens`](crate::OutputLayer::next_tokens), [`verify`](crate::OutputLayer::verify) and
-//! [`sample`](crate::OutputLayer::sample) of every head of this crate give a position the same bits alone and in any batch, on any
-//! number of threads: the same ids, log-probabilities and entropies. The promise holds for the head alone: equal hidden
-//! states give equal results. The layers before the head may give other hidden states in another batch: candle's
-//! product of one row rounds otherwise than its product of several, so that the ids may differ where two are nearly
-//! equally probable.
+//! [`sample`](crate::OutputLayer::sample) of every head of this crate give a position the same bits alone and in any
+//! batch, on any number of threads: the same ids, log-probabilities and entropies. The promise holds for the head
+//! alone: equal hidden states give equal results. The layers before the head may give other hidden states in another
+//! batch: candle's product of one row rounds otherwise than its product of several, so that the ids may differ where
+//! two are nearly equally probable.
 //!
-//! [`top_k`](crate::OutputLayer::top_k), [`score`](crate::score) and losses take faster products of many rows: they agree with the above
-//! up to rounding, so that ids differ only where two are nearly equally probable. GPUs promise nothing of this, nor do
-//! heads of your own.
+//! [`top_k`](crate::OutputLayer::top_k), [`score`](crate::score) and losses take faster products of many rows: they
+//! agree with the above up to rounding, so that ids differ only where two are nearly equally probable. GPUs promise
+//! nothing of this, nor do heads of your own.
 //!
 //! # Numerics
 //!

@@ -3,8 +3,9 @@
 //! [`Teacher`] is a mixture over the same vocabulary, log-probabilities, or a list of the most probable ids;
 //! [`MissingIds`] is the probability of the ids that a list lacks. [`Divergence`] is the forward or the reverse
 //! Kullback-Leibler divergence, that of Jensen and Shannon, or one that trains a drafter for acceptance, and
-//! [`DistillOptions`] have it with temperature and weights. Begin with [`OutputLayer::distill`](crate::OutputLayer::distill), which takes them: for a head that is one
-//! mixture it costs three products from a teacher's list, and four from a teacher that is a mixture (on a GPU five).
+//! [`DistillOptions`] have it with temperature and weights. Begin with
+//! [`OutputLayer::distill`](crate::OutputLayer::distill), which takes them: for a head that is one mixture it costs
+//! three products from a teacher's list, and four from a teacher that is a mixture (on a GPU five).
 //!
 //! # Examples
 //!

@@ -7,8 +7,8 @@ use crate::heads::{MixtureConfig, MixtureOfContexts, MixtureOfSoftmaxes, OutputL
 use crate::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 
 /// The kind of a head and its configuration, to be saved beside a file of weights, which does not hold them. A
-/// mixture's activation, the scale and the function of the logits are in no tensor: weights alone load into a head with other
-/// ones without an error.
+/// mixture's activation, the scale and the function of the logits are in no tensor: weights alone load into a head with
+/// other ones without an error.
 ///
 /// # Examples
 ///

@@ -7,9 +7,10 @@
 //! [`Projection`], whose example is a whole head.
 //!
 //! A decoder's rows are a matrix of its own or a tied one, with a bias or without ([`DecoderConfig`]). [`CharCnn`]
-//! computes them from spellings instead ([`CharCnnConfig`]), and [`Decoder::from_quantised`] reads them from a GGUF file's
-//! tensor. A [`LogitFunction`] may follow its logits. [`LowRankAdapter`] fine-tunes a decoder that is frozen ([`LowRankConfig`]), and is saved as Hugging Face's PEFT
-//! does. [`QuantisedLinear`] is a layer of a quantised trunk through which gradients pass.
+//! computes them from spellings instead ([`CharCnnConfig`]), and [`Decoder::from_quantised`] reads them from a GGUF
+//! file's tensor. A [`LogitFunction`] may follow its logits. [`LowRankAdapter`] fine-tunes a decoder that is frozen
+//! ([`LowRankConfig`]), and is saved as Hugging Face's PEFT does. [`QuantisedLinear`] is a layer of a quantised trunk
+//! through which gradients pass.
 
 pub use crate::backend::logit_function::LogitFunction;
 pub use crate::decoder::{

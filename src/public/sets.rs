@@ -10,9 +10,9 @@
 //! ids and samples. [`Restricted`] is a head whose mixtures are restricted, and an [`OutputLayer`](crate::OutputLayer)
 //! itself. Begin with [`Restricted`] for a head, or with [`AllowedIds`] for a mixture.
 //!
-//! A set that stays, such as a draft vocabulary, is cheapest in a [frozen](crate::OutputLayer::frozen) head, which copies its
-//! rows of the decoder once. The allowed ids of a single text that is served are a constraint of its request instead:
-//! [`Constraints::with_allowed`](crate::decode::Constraints::with_allowed), or
+//! A set that stays, such as a draft vocabulary, is cheapest in a [frozen](crate::OutputLayer::frozen) head, which
+//! copies its rows of the decoder once. The allowed ids of a single text that is served are a constraint of its request
+//! instead: [`Constraints::with_allowed`](crate::decode::Constraints::with_allowed), or
 //! [`Constraints::with_allowed_mask`](crate::decode::Constraints::with_allowed_mask) for the mask of a grammar.
 
 pub use crate::allowed::{AllowedIds, Restricted, RestrictedMixture};

@@ -1,5 +1,5 @@
-//! Losses that are functions of scores or of all log-probabilities, chunk by chunk: what a function of the user's own gets
-//! and returns ([`ChunkScores`], [`ChunkLogProbs`], [`ChunkTerms`]), and the losses of such functions.
+//! Losses that are functions of scores or of all log-probabilities, chunk by chunk: what a function of the user's own
+//! gets and returns ([`ChunkScores`], [`ChunkLogProbs`], [`ChunkTerms`]), and the losses of such functions.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -195,8 +195,8 @@ pub struct ScoreLoss {
 }
 
 impl ScoreLoss {
-    /// Makes the loss of a function of the user's own, for positions with these leading dimensions. `like` has the dtype of
-    /// the hidden states or contexts.
+    /// Makes the loss of a function of the user's own, for positions with these leading dimensions. `like` has the
+    /// dtype of the hidden states or contexts.
     pub(crate) fn new(
         token_ids: &Tensor,
         leading: &[usize],

@@ -19,7 +19,8 @@ pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
 pub(crate) use chunk_terms::{LogProbLoss, ScoreLoss};
 pub(crate) use composed::{are_argmax, compose_scores};
 
-/// Options of [`OutputLayer::score`](crate::OutputLayer::score) and [`Distributions::score`](crate::Distributions::score).
+/// Options of [`OutputLayer::score`](crate::OutputLayer::score) and
+/// [`Distributions::score`](crate::Distributions::score).
 ///
 /// # Examples
 ///
@@ -48,8 +49,8 @@ pub(crate) use composed::{are_argmax, compose_scores};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ScoreOptions {
-    /// The temperature of the distribution, after scale and function of the logits: the mixture's log-probabilities are divided by it
-    /// and normalised again. The default is 1.
+    /// The temperature of the distribution, after scale and function of the logits: the mixture's log-probabilities are
+    /// divided by it and normalised again. The default is 1.
     pub temperature: f64,
     /// Whether the entropy is computed. The default is false.
     pub entropy: bool,
@@ -198,9 +199,9 @@ pub struct Scores {
     /// the other ids, so that it is exact where these have hardly any mass; minus infinity if there are no others.
     pub log_outside: Option<Tensor>,
     /// The logarithm of the collision probability at each position, `[..]`, if it was asked for: `log sum_v P(v)^2`,
-    /// where the sum is the probability that two draws are equal. It is the negated collision entropy (the Renyi entropy
-    /// of order 2: Renyi, On Measures of Entropy and Information. 1961), from minus the logarithm of the vocabulary's
-    /// size to zero, and at a temperature that of the tempered distribution.
+    /// where the sum is the probability that two draws are equal. It is the negated collision entropy (the Renyi
+    /// entropy of order 2: Renyi, On Measures of Entropy and Information. 1961), from minus the logarithm of the
+    /// vocabulary's size to zero, and at a temperature that of the tempered distribution.
     pub log_collision: Option<Tensor>,
     /// The mean logit at each position, `[..]`, if it was asked for: `1/V sum_v z_v`, where the logits z are those
     /// after the scale and without the temperature. For a mixture it is that of its components, weighted by their

@@ -357,8 +357,8 @@ pub struct PolicyTerms {
 }
 
 impl PolicyTerms {
-    /// Checks the batch of positions with these leading dimensions, and selects the tokens that count, which reads the mask
-    /// on the host. `like` has the dtype and the device of the policy.
+    /// Checks the batch of positions with these leading dimensions, and selects the tokens that count, which reads the
+    /// mask on the host. `like` has the dtype and the device of the policy.
     pub(crate) fn new(leading: &[usize], like: &Tensor, batch: &PolicyBatch, options: &PolicyOptions) -> Result<Self> {
         options.validate()?;
         let dtype = accumulation_dtype("hidden", like.dtype())?;

@@ -19,10 +19,10 @@ use candle_core::{
 
 use crate::error::Result;
 
-/// Makes `value` a function of up to three operands, whose gradients `backward(operands, value, upstream)` computes: `None`
-/// where none is needed, and where there is no operand, in whose place it gets another one, detached. If no operand
-/// depends on a variable, it returns the value as it is. On the CPU the node takes the value's storage, which nothing else
-/// may share; only a single number is copied.
+/// Makes `value` a function of up to three operands, whose gradients `backward(operands, value, upstream)` computes:
+/// `None` where none is needed, and where there is no operand, in whose place it gets another one, detached. If no
+/// operand depends on a variable, it returns the value as it is. On the CPU the node takes the value's storage, which
+/// nothing else may share; only a single number is copied.
 pub(crate) fn attach(
     name: &'static str,
     value: Tensor,
@@ -157,8 +157,8 @@ fn float_count(storage: &CpuStorage) -> Option<usize> {
     }
 }
 
-/// The forward methods ignore the operands and return the value that was computed before. The backward method returns the
-/// operands' gradients, detached, except those of variables, which are diverted.
+/// The forward methods ignore the operands and return the value that was computed before. The backward method returns
+/// the operands' gradients, detached, except those of variables, which are diverted.
 impl CustomOp3 for PrecomputedNode {
     fn name(&self) -> &'static str {
         self.name
@@ -293,8 +293,8 @@ pub(crate) fn is_root(value: &Tensor) -> bool {
     PASS.with_borrow(|pass| pass.as_ref().is_some_and(|pass| pass.root == value.id()))
 }
 
-/// Takes a node's gradient of an operand from candle, and adds it to the pass, if the operand is a variable and the node
-/// is in the graph of the pass.
+/// Takes a node's gradient of an operand from candle, and adds it to the pass, if the operand is a variable and the
+/// node is in the graph of the pass.
 fn divert_gradient(value: &Tensor, operand: &Tensor, gradient: &mut Option<Tensor>) -> candle_core::Result<()> {
     if !operand.is_variable() {
         return Ok(());

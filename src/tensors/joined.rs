@@ -12,10 +12,10 @@ use crate::error::Result;
 /// The gradients of three operands, each if it is needed.
 type OperandGradients = [Option<Tensor>; 3];
 
-/// Joins some of three operands into one operand of another node: the value of a node of their own, which is one number.
-/// The other node computes their gradients, and leaves them for this one, which candle visits later in the same backward
-/// pass. An operand that is missing needs no gradient; without any there is no joined operand. `like` is another operand of the other node, whose device and dtype
-/// the value has.
+/// Joins some of three operands into one operand of another node: the value of a node of their own, which is one
+/// number. The other node computes their gradients, and leaves them for this one, which candle visits later in the same
+/// backward pass. An operand that is missing needs no gradient; without any there is no joined operand. `like` is
+/// another operand of the other node, whose device and dtype the value has.
 pub(crate) fn join(
     name: &'static str,
     operands: [Option<&Tensor>; 3],

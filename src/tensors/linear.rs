@@ -17,8 +17,8 @@ pub(crate) struct LinearOperands<'a> {
     pub(crate) bias: Option<&'a Tensor>,
 }
 
-/// Returns rows, such as hidden states `[.., inputs]`, as a matrix. One is returned as it is: candle would copy the gradient
-/// of a node that changes the shape.
+/// Returns rows, such as hidden states `[.., inputs]`, as a matrix. One is returned as it is: candle would copy the
+/// gradient of a node that changes the shape.
 pub(crate) fn as_matrix(rows: &Tensor) -> Result<Tensor> {
     match rows.rank() {
         2 => Ok(rows.contiguous()?),
@@ -32,8 +32,8 @@ pub(crate) type LinearForward<'a> = dyn Fn(LinearOperands<'_>) -> Result<Tensor>
 pub(crate) type LinearGradient = dyn Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync;
 
 /// Computes a linear layer and its activation as one node of the graph, which keeps only its result. The result has a
-/// `shape` of its own, because candle would copy the gradient of another node that changes the shape; `matmul` multiplies two
-/// matrices. The functions are behind pointers, so that all layers are compiled once.
+/// `shape` of its own, because candle would copy the gradient of another node that changes the shape; `matmul`
+/// multiplies two matrices. The functions are behind pointers, so that all layers are compiled once.
 pub(crate) fn linear_layer(
     name: &'static str,
     operands: LinearOperands<'_>,

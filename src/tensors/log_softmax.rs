@@ -12,8 +12,8 @@ pub(crate) fn log_softmax(rows: &Tensor) -> Result<Tensor> {
     Ok(relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?)
 }
 
-/// Computes the log-softmax of each row of `z + bias`, in f64 for operands in f64 and otherwise in f32, for `z` `[rows, n]`
-/// and `bias` `[n]`. The graph does not know it.
+/// Computes the log-softmax of each row of `z + bias`, in f64 for operands in f64 and otherwise in f32, for `z` `[rows,
+/// n]` and `bias` `[n]`. The graph does not know it.
 pub(crate) fn biased(z: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let z = match bias {
         Some(bias) => z.broadcast_add(bias)?,

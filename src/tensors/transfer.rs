@@ -30,8 +30,8 @@ pub(crate) fn vector(values: Vec<f64>, dtype: DType, device: &Device) -> Result<
 }
 
 /// Makes a number a tensor with the dtype and the device of another one. candle's `broadcast_maximum` and
-/// `broadcast_minimum` take it. (Its `maximum`, `minimum` and `clamp` are generic, and would compile their operation for
-/// each dtype once more.)
+/// `broadcast_minimum` take it. (Its `maximum`, `minimum` and `clamp` are generic, and would compile their operation
+/// for each dtype once more.)
 pub(crate) fn number_like(like: &Tensor, number: f64) -> Result<Tensor> {
     to_device_as(vec![number], &[], like.dtype(), like.device())
 }
@@ -44,8 +44,8 @@ pub(crate) fn select_rows(tensor: &Tensor, indices: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Selects some of the positions, which ascend, of a tensor `[.., n]`: `[positions, n]`. If they are all, nothing is copied.
-/// Differentiable.
+/// Selects some of the positions, which ascend, of a tensor `[.., n]`: `[positions, n]`. If they are all, nothing is
+/// copied. Differentiable.
 pub(crate) fn select_positions(tensor: &Tensor, positions: &[u32]) -> Result<Tensor> {
     let (n, leading) = tensor.dims().split_last().unwrap_or((&1, &[]));
     let rows = tensor.reshape((leading.iter().product::<usize>(), *n))?;
@@ -55,7 +55,8 @@ pub(crate) fn select_positions(tensor: &Tensor, positions: &[u32]) -> Result<Ten
     select_rows(&rows, &to_device(positions.to_vec(), positions.len(), rows.device())?)
 }
 
-/// Makes the numbers of all `n` positions from those of some positions, `[places]`: the others are zero. Differentiable.
+/// Makes the numbers of all `n` positions from those of some positions, `[places]`: the others are zero.
+/// Differentiable.
 pub(crate) fn spread(numbers: &Tensor, places: &[u32], n: usize) -> Result<Tensor> {
     // Behind the numbers is a zero, which the other positions select.
     let mut sources = vec![places.len() as u32; n];

@@ -123,7 +123,8 @@ impl Distributions for TwoLevelDistributions<'_> {
         self.search_top_k(k)
     }
 
-    /// A temperature or a truncation needs the log-probabilities of all ids; otherwise only drawn clusters are computed.
+    /// A temperature or a truncation needs the log-probabilities of all ids; otherwise only drawn clusters are
+    /// computed.
     fn sample(&self, sampler: &mut Sampler) -> Result<Tensor> {
         let TwoLevelDistributions { hidden, states, .. } = self;
         let sampling = sampler.sampling().clone();

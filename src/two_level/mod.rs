@@ -176,8 +176,8 @@ impl<S, R: MixtureLayer> TwoLevel<S, R> {
     }
 }
 
-/// Returns the addition of the log-probabilities of two levels, which rounds as that of two tensors of this dtype does, so that
-/// the sum equals that of `log_probs`.
+/// Returns the addition of the log-probabilities of two levels, which rounds as that of two tensors of this dtype does,
+/// so that the sum equals that of `log_probs`.
 fn addition(dtype: DType) -> fn(f64, f64) -> f64 {
     match dtype {
         DType::F64 => |a, b| a + b,
@@ -214,7 +214,8 @@ impl Levels<'_> {
         }
     }
 
-    /// Adds up the log-probabilities of all ids at a position from those of the root's entries and of each cluster's ids.
+    /// Adds up the log-probabilities of all ids at a position from those of the root's entries and of each cluster's
+    /// ids.
     fn log_probs_by_id<'b>(&self, mut levels: impl Iterator<Item = &'b [f64]>, dtype: DType) -> Vec<f64> {
         let add = addition(dtype);
         let root = levels.next().unwrap_or(&[]);

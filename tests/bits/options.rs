@@ -75,8 +75,8 @@ options! {
         Identity = "identity",
         Dropout = "dropout",
         PriorBias = "prior_bias",
-        // Two levels: the root has a bias, each cluster is half as wide as the one before, the classes are given, or the
-        // root is a mixture of three softmaxes.
+        // Two levels: the root has a bias, each cluster is half as wide as the one before, the classes are given, or
+        // the root is a mixture of three softmaxes.
         RootBias = "bias",
         HalfWidths = "div2",
         GivenClasses = "given",

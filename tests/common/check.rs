@@ -114,8 +114,8 @@ pub fn gradients(store: &GradStore, tensors: &Tensors) -> Gradients {
     tensors.iter().filter_map(|(&name, tensor)| Some((name, gradient(store, tensor)?.named(name)))).collect()
 }
 
-/// Demands the gradients of the same operands, which differ by at most a share of the largest number of each; it counts as
-/// at least 1e-3, since some are zero.
+/// Demands the gradients of the same operands, which differ by at most a share of the largest number of each; it counts
+/// as at least 1e-3, since some are zero.
 pub fn assert_near(name: &str, found: &Gradients, expected: &Gradients, tolerance: f64) {
     assert_near_from(1e-3, name, found, expected, tolerance);
 }
@@ -182,8 +182,9 @@ impl Check {
         Tolerance::gradient(self.dtype).condition(self.condition).least_scale(self.least_scale)
     }
 
-    /// Computes the loss with all its fields and its gradients, the loss of an evaluation, both with counted predictions and without,
-    /// which the CPU computes in different ways, log-probabilities and argmax, and compares each.
+    /// Computes the loss with all its fields and its gradients, the loss of an evaluation, both with counted
+    /// predictions and without, which the CPU computes in different ways, log-probabilities and argmax, and compares
+    /// each.
     pub fn run(&self, case: &Case, objective: &Objective, device: &Device) -> Result<Truth> {
         let case = case.clone().rounded(self.dtype)?;
         let length = match objective.reduction {

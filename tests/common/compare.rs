@@ -81,8 +81,8 @@ pub fn compare(got: &[f64], truth: &[f64], composed: Option<&[f64]>, tolerance: 
         errors.fold(0.0, f64::max)
     });
     let (ceiling, floor) = tolerance.limits();
-    // The composed form may round a large logit as the reference does, by the same order of its sum; another order gives
-    // its neighbour.
+    // The composed form may round a large logit as the reference does, by the same order of its sum; another order
+    // gives its neighbour.
     let epsilon = if tolerance.dtype == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
     let floor = if tolerance.condition > 1.0 { floor.max(epsilon * tolerance.condition) } else { floor };
     let limit = (ceiling * tolerance.condition).min(2.0 * composed_error + floor);

@@ -1,6 +1,7 @@
 //! Shared by the integration tests: the reference in `f64` ([`reference`]), the same formula from ordinary candle
-//! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), random problems ([`case`],
-//! [`problem`], [`objective`], [`random`]), divergences ([`divergences`]), tensors of GGUF files ([`quantised`]), and the numbers of tensors ([`values`]).
+//! operations ([`composed`]), the comparison of both with the library ([`compare`], [`check`]), random problems
+//! ([`case`], [`problem`], [`objective`], [`random`]), divergences ([`divergences`]), tensors of GGUF files
+//! ([`quantised`]), and the numbers of tensors ([`values`]).
 // Every test binary uses only some of it.
 #![allow(dead_code, unreachable_pub, unused_imports, unused_macros)]
 
@@ -24,8 +25,8 @@ pub mod values;
 
 use candle_core::{DType, Device, Tensor};
 
-/// Every device that the test binary can use: the CPU, and a GPU if candle was built for one and one is available. Where
-/// none is, a line says so, or with `MOS_HEAD_NEED_GPU=1` it is an error.
+/// Every device that the test binary can use: the CPU, and a GPU if candle was built for one and one is available.
+/// Where none is, a line says so, or with `MOS_HEAD_NEED_GPU=1` it is an error.
 pub fn devices() -> Vec<Device> {
     let gpu = gpu().inspect_err(|reason| needs::GPU.is_missing_for("the tests on a GPU", reason));
     std::iter::once(Device::Cpu).chain(gpu).collect()

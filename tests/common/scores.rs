@@ -37,8 +37,8 @@ impl Problem {
         self.mixture(tensors)?.score(&on(device, &self.token_ids()?)?, &self.options())
     }
 
-    /// The log-probabilities of the ids that are not masked, whose gradients candle can compute, `[positions, possible]`,
-    /// tempered.
+    /// The log-probabilities of the ids that are not masked, whose gradients candle can compute, `[positions,
+    /// possible]`, tempered.
     pub fn composed_log_probs(&self, tensors: &Tensors) -> Result<Tensor> {
         let possible: Vec<u32> = (0..self.vocab as u32).filter(|v| !self.masked || v % 3 != 1).collect();
         let operands = self.operands(tensors)?.only(&Tensor::new(possible, &Device::Cpu)?)?;

@@ -53,8 +53,8 @@ fn gradients(store: &GradStore, vars: &[(String, Var)], rows: Range<usize>) -> R
     Ok(vars.iter().map(rows).collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
 }
 
-/// Loss and gradients of one process with all texts equal what the ranks with some of the texts, and perhaps with some of
-/// the vocabulary, add up to. Ranks with the same rows get the same bits.
+/// Loss and gradients of one process with all texts equal what the ranks with some of the texts, and perhaps with some
+/// of the vocabulary, add up to. Ranks with the same rows get the same bits.
 pub fn equal_one_process(texts: &Arc<dyn Collectives>, vocabulary: Option<&Arc<dyn Collectives>>) -> Result<()> {
     let class_weights = tensor(&[VOCAB], 4, DType::F32)?.abs()?;
     let position_weights = tensor(&[POSITIONS], 5, DType::F32)?.abs()?;

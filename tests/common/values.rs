@@ -83,8 +83,8 @@ pub fn central_differences<K: Clone + Ord>(
 /// The numbers of a tensor, with its shape and perhaps a name; or numbers alone, which have a length.
 ///
 /// `approx` demands of two of them that their shapes agree, that NaN is where NaN is and each infinity where it is, and
-/// that all other numbers differ by at most `epsilon`, or by `max_relative` times the largest finite number: that of the
-/// array in which it is smaller. Both are zero by default.
+/// that all other numbers differ by at most `epsilon`, or by `max_relative` times the largest finite number: that of
+/// the array in which it is smaller. Both are zero by default.
 #[derive(Clone, Default)]
 pub struct Numbers {
     name: String,

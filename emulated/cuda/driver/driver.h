@@ -117,8 +117,8 @@ struct Accesses {
     void write(const Moment &now, bool is_shared);
 };
 
-// Lets kernels access memory of the host: stacks, arguments and their own variables. With `accesses`, one for each byte,
-// the threads of a block share the memory.
+// Lets kernels access memory of the host: stacks, arguments and their own variables. With `accesses`, one for each
+// byte, the threads of a block share the memory.
 void allow(uintptr_t first, size_t size, Accesses *accesses = nullptr);
 void disallow_last();
 // Where the running kernel is, for messages.

@@ -7,9 +7,9 @@
 //! l_j(v) = u_j . g                              for all other ids, which share one gate
 //! ```
 //!
-//! and the priors are a tree of sigmoids, `s_j = sigma(l_j)`: `pi_1 = s_1 s_2`, `pi_2 = s_1 (1 - s_2)`,
-//! `pi_3 = (1 - s_1) s_3`, `pi_4 = (1 - s_1) (1 - s_3)`. The logits of the ids that share a gate are one product with the
-//! mixed context `sum_k pi_k c_k`.
+//! and the priors are a tree of sigmoids, `s_j = sigma(l_j)`: `pi_1 = s_1 s_2`, `pi_2 = s_1 (1 - s_2)`, `pi_3 = (1 -
+//! s_1) s_3`, `pi_4 = (1 - s_1) (1 - s_3)`. The logits of the ids that share a gate are one product with the mixed
+//! context `sum_k pi_k c_k`.
 //!
 //! A loss and its gradients are computed chunk by chunk: what is held has the logits of one chunk of positions.
 
@@ -135,7 +135,8 @@ impl Mixtape {
         Self::with_decoder(config, counts, weight, vb)
     }
 
-    /// Makes the head as [`Mixtape::new`] does, but for `decoder.weight`: it is the weight `[vocab, d]` of this embedding.
+    /// Makes the head as [`Mixtape::new`] does, but for `decoder.weight`: it is the weight `[vocab, d]` of this
+    /// embedding.
     pub fn tied(config: MixtapeConfig, counts: &[f64], embedding: &Embedding, vb: VarBuilder) -> crate::Result<Self> {
         let (weight, shape) = (embedding.embeddings(), [config.vocab, config.context]);
         if weight.dims() != shape {

@@ -49,10 +49,10 @@ impl Lstm {
         Self::with_cells(inputs, units, None, dropout, vb)
     }
 
-    /// Makes layers with this number of cells each, whose outputs are projected to the layer's units: what the next step
-    /// and the next layer see (Sak et al.: Long Short-Term Memory Recurrent Neural Network Architectures for Large Scale
-    /// Acoustic Modeling. 2014). The projections are `0.weight_hr_l0`, .., as in PyTorch. Without a number, the cells'
-    /// outputs are the units.
+    /// Makes layers with this number of cells each, whose outputs are projected to the layer's units: what the next
+    /// step and the next layer see (Sak et al.: Long Short-Term Memory Recurrent Neural Network Architectures for Large
+    /// Scale Acoustic Modeling. 2014). The projections are `0.weight_hr_l0`, .., as in PyTorch. Without a number, the
+    /// cells' outputs are the units.
     pub fn with_cells(
         inputs: usize,
         units: &[usize],

@@ -1,5 +1,5 @@
-//! SGD, averaged SGD, Adam and Adagrad behind one `step`, with weight decay, clipping by the global gradient norm, and a state
-//! that can be saved.
+//! SGD, averaged SGD, Adam and Adagrad behind one `step`, with weight decay, clipping by the global gradient norm, and
+//! a state that can be saved.
 
 use super::ranks::Ranks;
 use crate::layers::inplace::{self, Decay, Descend};
@@ -17,8 +17,8 @@ pub enum OptimizerKind {
     Adam,
     /// SGD, averaged where the recipe says so.
     Sgd,
-    /// Adagrad (Duchi et al., 2011), whose sums of squared gradients start at 1/400: at one, were the loss the sum of 20
-    /// steps of a text and not their mean
+    /// Adagrad (Duchi et al., 2011), whose sums of squared gradients start at 1/400: at one, were the loss the sum of
+    /// 20 steps of a text and not their mean
     Adagrad,
 }
 
@@ -273,7 +273,8 @@ impl Optimizer {
         self.steps
     }
 
-    /// Returns what is kept of earlier gradients, and the parameters of the last step if the variables are their average; by name.
+    /// Returns what is kept of earlier gradients, and the parameters of the last step if the variables are their
+    /// average; by name.
     pub(crate) fn state(&self) -> HashMap<String, Tensor> {
         let mut state = HashMap::new();
         for (i, (name, _)) in self.vars.iter().enumerate() {

@@ -23,8 +23,8 @@ pub(crate) fn tanh_gradient(result: &Tensor, upstream: &Tensor) -> Result<Tensor
     with_type!(result.dtype(), T => tanh_or_gradient::<T, true>(result, &upstream))
 }
 
-/// Computes `tanh(a + b)` of each element, where `b` is a bias that is repeated for every row, or has the size of `a`. With
-/// `GRADIENT`, computes the gradient of the argument of tanh from its result `a` and the result's gradient `b`.
+/// Computes `tanh(a + b)` of each element, where `b` is a bias that is repeated for every row, or has the size of `a`.
+/// With `GRADIENT`, computes the gradient of the argument of tanh from its result `a` and the result's gradient `b`.
 fn tanh_or_gradient<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let isa = Isa::detected()?;
     let values = with_slice("hidden", a, |a: &[T]| {

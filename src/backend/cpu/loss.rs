@@ -1,5 +1,5 @@
-//! Losses and their gradients. The targets of a loss are known before the first chunk, or they follow from the scores or the
-//! log-probabilities of each chunk. A loss takes one pass or two, as planned.
+//! Losses and their gradients. The targets of a loss are known before the first chunk, or they follow from the scores
+//! or the log-probabilities of each chunk. A loss takes one pass or two, as planned.
 
 use std::ops::Range;
 
@@ -72,9 +72,9 @@ fn target_loss<F: Served>(
     })
 }
 
-/// Chooses the buffer of the weight's gradient: the gradient of earlier losses, if this loss adds to it. Otherwise a single
-/// chunk in one pass writes the gradient rounded, if the products have such a form and the weight has no rows of targets
-/// outside the vocabulary.
+/// Chooses the buffer of the weight's gradient: the gradient of earlier losses, if this loss adds to it. Otherwise a
+/// single chunk in one pass writes the gradient rounded, if the products have such a form and the weight has no rows of
+/// targets outside the vocabulary.
 fn weight_buffer<F: Served>(
     multiplier: Multiplier,
     Planned { operands, needs_grad, plan }: &Planned,
@@ -90,8 +90,8 @@ fn weight_buffer<F: Served>(
     Ok(if is_rounded { WeightBuffer::Rounded } else { WeightBuffer::Zeros })
 }
 
-/// Computes a loss whose terms are known once the scores of a chunk are. One pass serves it if the logits of the candidates,
-/// and sums over the other ids, suffice. Other scores depend on the log-probabilities of all ids.
+/// Computes a loss whose terms are known once the scores of a chunk are. One pass serves it if the logits of the
+/// candidates, and sums over the other ids, suffice. Other scores depend on the log-probabilities of all ids.
 fn score_loss<F: Served>(
     multiplier: Multiplier,
     planned: &Planned,

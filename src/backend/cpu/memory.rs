@@ -74,7 +74,8 @@ pub(super) fn prefetch<F>(address: *const F) {
 }
 
 /// Returns whether memory that is read in order, once, is better prefetched into the second-level cache than into the
-/// first: an Intel Xeon waits less then, since there is room for more requests. Other processors have not been measured.
+/// first: an Intel Xeon waits less then, since there is room for more requests. Other processors have not been
+/// measured.
 pub(super) fn streams_through_second_level() -> bool {
     #[cfg(target_arch = "x86_64")]
     return Processor::this() == Processor::Intel;
@@ -162,8 +163,8 @@ mod huge_pages {
         let range = buffer.as_mut_ptr_range();
         let start = (range.start as usize).next_multiple_of(page);
         let end = range.end as usize / page * page;
-        // SAFETY: the pages from `start` to `end`, if there are any, lie within the buffer, which is borrowed, and the advice changes how
-        // they are mapped, not what they contain. A failure has no effect.
+        // SAFETY: the pages from `start` to `end`, if there are any, lie within the buffer, which is borrowed, and the
+        // advice changes how they are mapped, not what they contain. A failure has no effect.
         unsafe {
             libc::madvise(start as *mut libc::c_void, end.saturating_sub(start), advice);
         }

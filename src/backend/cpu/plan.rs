@@ -16,8 +16,8 @@ use crate::backend::operands::{Operands, Precision, Sizes};
 use crate::backend::plan::{Computation, Kernels, Needs, Plan, Planned};
 use crate::error::{Error, OptionName, Result};
 
-/// The most rows of a loss without gradients for which inner products are faster: in the kernels of `one_pass` a row is one
-/// lane of a register.
+/// The most rows of a loss without gradients for which inner products are faster: in the kernels of `one_pass` a row is
+/// one lane of a register.
 const FEW_ROWS: usize = 4;
 
 // The default budgets are in bytes or rows of logits, and chosen by measurement (`docs/measurements.md`).
@@ -43,9 +43,9 @@ const MOST_TOP_K: usize = 64;
 /// Chooses the computation of a task.
 ///
 /// Two passes serve whatever needs every logit again once the log-sum-exps of all components are known: the mixture's
-/// log-probabilities of all ids (label smoothing, log-probabilities, decoding). They are also faster for the loss alone of
-/// a few rows. One pass serves all other losses and the most probable ids of one component, and only one pass knows the
-/// targets of a sampled softmax.
+/// log-probabilities of all ids (label smoothing, log-probabilities, decoding). They are also faster for the loss alone
+/// of a few rows. One pass serves all other losses and the most probable ids of one component, and only one pass knows
+/// the targets of a sampled softmax.
 pub(super) fn computation(task: &Task, sizes: Sizes) -> Computation {
     let rows = sizes.positions * sizes.components;
     let needs_grad = task.needs_grad().any();
@@ -72,8 +72,8 @@ pub(super) fn ranking_task(sizes: Sizes, k: usize) -> Task {
     }
 }
 
-/// Returns the tile unit that computes the products of a task. It is `None` without such a unit, if the operands are not
-/// bf16 and may not be rounded to it, and for decoding unless the unit is AMX.
+/// Returns the tile unit that computes the products of a task. It is `None` without such a unit, if the operands are
+/// not bf16 and may not be rounded to it, and for decoding unless the unit is AMX.
 fn choose_tiles<F: Served>(operands: &Operands, task: &Task) -> Result<Option<F::Tiles>> {
     let isa = Isa::detected()?;
     let dtype = operands.contexts.dtype();

@@ -1,5 +1,6 @@
-//! The maker and the family of the processor, where measurements of a family choose between instructions. No measurement
-//! at run time does: so the results of a program are the same in every run, and all its processes use the same kernels.
+//! The maker and the family of the processor, where measurements of a family choose between instructions. No
+//! measurement at run time does: so the results of a program are the same in every run, and all its processes use the
+//! same kernels.
 
 use std::arch::x86_64::__cpuid;
 use std::sync::OnceLock;
@@ -37,9 +38,9 @@ impl Processor {
         }
     }
 
-    /// Returns whether AVX512-BF16 multiplies pairs of bf16 so much faster than numbers in f32 that rounding the operands
-    /// is worthwhile. On AMD's Zen 5 it does, and later processors of AMD are taken to as well; on Intel's Sapphire Rapids
-    /// it does not. Others have not been measured.
+    /// Returns whether AVX512-BF16 multiplies pairs of bf16 so much faster than numbers in f32 that rounding the
+    /// operands is worthwhile. On AMD's Zen 5 it does, and later processors of AMD are taken to as well; on Intel's
+    /// Sapphire Rapids it does not. Others have not been measured.
     pub(super) fn has_fast_bf16_dots(self) -> bool {
         matches!(self, Processor::Amd { family: ZEN_5.. })
     }

@@ -154,8 +154,8 @@ impl Case {
         }
     }
 
-    /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors for operands that bf16
-    /// represents exactly.
+    /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors for operands that
+    /// bf16 represents exactly.
     fn check_tiles(&self) -> Result<()> {
         let (mut operands, objective) = self.operands()?;
         let represented = |tensor: &Tensor| tensor.to_dtype(DType::BF16)?.to_dtype(self.dtype);

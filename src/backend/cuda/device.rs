@@ -78,9 +78,9 @@ impl Cuda {
     }
 }
 
-/// Lets the pool of the GPU's memory keep this many bytes. By default it gives all that is not in use back to the driver
-/// when the host waits for the GPU, and a training step takes twice as long. Nothing happens if the program has let the
-/// pool keep more, or if the GPU has none.
+/// Lets the pool of the GPU's memory keep this many bytes. By default it gives all that is not in use back to the
+/// driver when the host waits for the GPU, and a training step takes twice as long. Nothing happens if the program has
+/// let the pool keep more, or if the GPU has none.
 fn keep_memory(stream: &CudaStream, bytes: usize) -> Result<()> {
     use candle_core::cuda_backend::cudarc::driver::sys::{
         cuDeviceGetDefaultMemPool, cuMemPoolGetAttribute, cuMemPoolSetAttribute,

@@ -10,7 +10,8 @@ use super::kernels::{
 use crate::error::Result;
 use crate::tensors::log_softmax;
 
-/// Computes `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`; in f64, which has no kernels, by candle's operations.
+/// Computes `tanh(z + bias)` for `z` `[rows, n]` and `bias` `[n]`; in f64, which has no kernels, by candle's
+/// operations.
 pub(in crate::backend) fn bias_tanh<G: Gpu>(gpu: &G, z: &Tensor, bias: &Tensor) -> Result<Tensor> {
     if z.dtype() == DType::F64 {
         return Ok(z.broadcast_add(bias)?.tanh()?);
@@ -48,8 +49,8 @@ pub(in crate::backend) fn tanh_gradient<G: Gpu>(gpu: &G, result: &Tensor, upstre
     Ok(gradient.tensor.narrow(0, 0, count)?.reshape(shape)?)
 }
 
-/// Computes the log-softmax of each row of `z + bias`, in f32, for `z` `[rows, n]` and `bias` `[n]`; in f64, which has no
-/// kernels, by candle's operations.
+/// Computes the log-softmax of each row of `z + bias`, in f32, for `z` `[rows, n]` and `bias` `[n]`; in f64, which has
+/// no kernels, by candle's operations.
 pub(in crate::backend) fn log_softmax<G: Gpu>(gpu: &G, z: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     if z.dtype() == DType::F64 {
         return log_softmax::biased(z, bias);

@@ -1,5 +1,5 @@
-//! Some columns of the contexts and of the decoder on a GPU, as the operands of products: where many rows are multiplied
-//! in half precision, copies with padded rows (`kernels/columns.h`).
+//! Some columns of the contexts and of the decoder on a GPU, as the operands of products: where many rows are
+//! multiplied in half precision, copies with padded rows (`kernels/columns.h`).
 
 use std::ops::Range;
 
@@ -30,8 +30,8 @@ pub(super) fn product_dtype(operands: &Operands) -> DType {
 pub(super) struct DeviceColumns {
     /// The number of columns.
     pub(super) width: usize,
-    /// The number of elements from one row to the next, of the contexts, the decoder and their gradients. Columns behind
-    /// `width` are zero, but for one of the contexts and of the decoder's gradient (`has_ones`).
+    /// The number of elements from one row to the next, of the contexts, the decoder and their gradients. Columns
+    /// behind `width` are zero, but for one of the contexts and of the decoder's gradient (`has_ones`).
     pub(super) stride: usize,
     /// The number of rows of the decoder and its gradient: those of the vocabulary, and zeros behind them.
     pub(super) decoder_rows: usize,
@@ -153,8 +153,8 @@ impl DeviceColumns {
         Ok(to.tensor.reshape((rows, width))?)
     }
 
-    /// Rounds the first `rows` rows of a gradient `[.., stride]` to bf16, without the padding, times a factor of each row
-    /// unless `factors` is null.
+    /// Rounds the first `rows` rows of a gradient `[.., stride]` to bf16, without the padding, times a factor of each
+    /// row unless `factors` is null.
     pub(super) fn round<G: Gpu>(&self, gpu: &G, padded: &Buffer, factors: Read, to: Write, rows: usize) -> Result<()> {
         let arguments = RoundRowsArguments {
             from: Read(padded.at(0)),

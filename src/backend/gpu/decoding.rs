@@ -59,8 +59,8 @@ pub(in crate::backend) fn visit<G: Gpu>(gpu: &G, operands: &Operands, reader: &d
     })
 }
 
-/// Computes the log-sum-exp of each position's logits, which the kernels do not return: the logit of its most probable id,
-/// from candle's operations, minus the id's log-probability. There is none for several softmaxes.
+/// Computes the log-sum-exp of each position's logits, which the kernels do not return: the logit of its most probable
+/// id, from candle's operations, minus the id's log-probability. There is none for several softmaxes.
 pub(super) fn logit_offsets(operands: &Operands, log_probs: &[Vec<f32>]) -> Result<Vec<f32>> {
     if operands.sizes.components > 1 || log_probs.is_empty() {
         return Ok(Vec::new());

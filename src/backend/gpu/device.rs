@@ -35,7 +35,8 @@ pub(in crate::backend) struct GpuKind {
     pub(in crate::backend) rounds_products: bool,
     /// Products are faster if the rows of their operands in half precision are a multiple of this many elements.
     pub(in crate::backend) half_row_align: usize,
-    /// The most elements of a context with which the first product of a loss in bf16 writes exponentials, and no logits.
+    /// The most elements of a context with which the first product of a loss in bf16 writes exponentials, and no
+    /// logits.
     pub(in crate::backend) most_one_pass_width: usize,
     /// Whether products can read a decoder that is stored as its transpose. If not, it is copied.
     pub(in crate::backend) reads_transposed: bool,

@@ -30,8 +30,8 @@ pub(super) struct DeviceColumnGradient {
     pub(super) decoder: Option<Buffer>,
     /// Whether `decoder` holds the gradient of earlier losses.
     pub(super) has_so_far: bool,
-    /// With relative exponentials, `[rows of a chunk, stride]` in f32: the gradient of the contexts without the factors of
-    /// the rows.
+    /// With relative exponentials, `[rows of a chunk, stride]` in f32: the gradient of the contexts without the factors
+    /// of the rows.
     pub(super) unscaled: Option<Buffer>,
     /// With relative exponentials, `[rows of a chunk, stride]`: the contexts times the factors of the rows.
     pub(super) scaled_contexts: Option<Buffer>,

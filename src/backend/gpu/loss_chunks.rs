@@ -328,7 +328,8 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         })
     }
 
-    /// Whether no id has mass but targets. Own targets are never with a function of the logits, which a sampled softmax refuses.
+    /// Whether no id has mass but targets. Own targets are never with a function of the logits, which a sampled softmax
+    /// refuses.
     fn has_only_targets(&self) -> bool {
         !matches!(self.targets, DeviceTargets::Soft(_) | DeviceTargets::Scored(_))
     }

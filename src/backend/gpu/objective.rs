@@ -114,8 +114,8 @@ impl DeviceObjective {
         })
     }
 
-    /// Keeps the gradient of a chunk's logits in the range of f16: the kernels divide it by the largest of `mass_bounds`,
-    /// `[chunk]`, and the products multiply by it. In f32 and bf16 nothing changes.
+    /// Keeps the gradient of a chunk's logits in the range of f16: the kernels divide it by the largest of
+    /// `mass_bounds`, `[chunk]`, and the products multiply by it. In f32 and bf16 nothing changes.
     pub(super) fn normalize<G: Gpu>(&mut self, gpu: &G, mass_bounds: &Tensor, operands: &Operands) -> Result<()> {
         let dtype = gpu.kind().gradient_dtype(product_dtype(operands));
         if dtype != DType::F16 {

@@ -114,8 +114,8 @@ pub(super) fn has_relative_exponentials(
     kind.product_dtype(dtype) == DType::BF16 && function.is_identity() && terms.z_loss == 0.0
 }
 
-/// Returns the precision of the products of a task: bf16 if it is allowed, changes something, and the products are worth
-/// the copies. A distribution that is drawn from is not rounded: how many positions there are does not matter.
+/// Returns the precision of the products of a task: bf16 if it is allowed, changes something, and the products are
+/// worth the copies. A distribution that is drawn from is not rounded: how many positions there are does not matter.
 fn precision(kind: &GpuKind, operands: &Operands, task: &Task) -> Precision {
     let is_served = matches!(task, Task::Loss { .. } | Task::LogProbTerms { .. } | Task::Scores { .. });
     let rows = operands.sizes.positions * operands.sizes.components;

@@ -174,8 +174,8 @@ impl Drop for Guarded {
     }
 }
 
-/// Compiles the kernels, with one text replaced by another if there is a `change`, and loads them. The error says why the
-/// C++ compiler cannot be started.
+/// Compiles the kernels, with one text replaced by another if there is a `change`, and loads them. The error says why
+/// the C++ compiler cannot be started.
 fn compile(language: Language, change: Option<(&str, &str)>) -> std::result::Result<Library, String> {
     static COUNT: Mutex<usize> = Mutex::new(0);
     let number = {

@@ -12,8 +12,8 @@ impl Constraints {
         self.repetition_penalty != 1.0 || self.processor.is_some() || self.logits_processor.is_some()
     }
 
-    /// Returns the changed logits of the entries, or `None` if nothing changes. A logit before the changes is the sum of
-    /// an id's log-probability and the `offset`. The `early` ids would end the text too early.
+    /// Returns the changed logits of the entries, or `None` if nothing changes. A logit before the changes is the sum
+    /// of an id's log-probability and the `offset`. The `early` ids would end the text too early.
     pub(super) fn apply(
         &self,
         log_probs: &[f64],

@@ -77,8 +77,8 @@ pub struct Constraints {
     pub penalty_window: Option<usize>,
     /// The only token ids that may be drawn. The default is all.
     pub allowed: Option<Vec<u32>>,
-    /// The only token ids that may be drawn, as a mask: id i may be if bit `i % 32` of word `i / 32` is set. The default
-    /// is all.
+    /// The only token ids that may be drawn, as a mask: id i may be if bit `i % 32` of word `i / 32` is set. The
+    /// default is all.
     pub allowed_mask: Option<Arc<[u32]>>,
     /// Token ids that are never drawn. The default is none.
     pub banned: Vec<u32>,
@@ -162,9 +162,9 @@ impl Constraints {
         Constraints { allowed: Some(token_ids.to_vec()), ..self }
     }
 
-    /// Draws from the token ids of a mask alone, as grammar libraries have it: id i may be drawn if bit `i % 32` of word
-    /// `i / 32` is set. There are `vocab_size / 32` words, rounded up; bits beyond the vocabulary are ignored. With
-    /// [`Constraints::with_allowed`], an id must be in both.
+    /// Draws from the token ids of a mask alone, as grammar libraries have it: id i may be drawn if bit `i % 32` of
+    /// word `i / 32` is set. There are `vocab_size / 32` words, rounded up; bits beyond the vocabulary are ignored.
+    /// With [`Constraints::with_allowed`], an id must be in both.
     ///
     /// # Examples
     ///
@@ -198,8 +198,9 @@ impl Constraints {
         Constraints { processor: Some(Processor(Arc::new(processor))), ..self }
     }
 
-    /// Changes all logits of a position at once, by a function of your own. It gets the text, which is the request's prompt
-    /// and what was generated after it, and the logits of all ids, those of ids that must not be drawn being minus infinity.
+    /// Changes all logits of a position at once, by a function of your own. It gets the text, which is the request's
+    /// prompt and what was generated after it, and the logits of all ids, those of ids that must not be drawn being
+    /// minus infinity.
     ///
     /// # Examples
     ///
@@ -324,8 +325,8 @@ impl Constraints {
         }
     }
 
-    /// Checks that the ids of `bias`, `allowed` and `banned` are in the vocabulary, and that a mask has its length. Ids of the
-    /// text need not be: placeholders of images have no logit.
+    /// Checks that the ids of `bias`, `allowed` and `banned` are in the vocabulary, and that a mask has its length. Ids
+    /// of the text need not be: placeholders of images have no logit.
     pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
         check_ids("bias", self.bias.iter().map(|(id, _)| id), vocab)?;
         check_ids("allowed", self.allowed.iter().flatten(), vocab)?;

@@ -15,8 +15,8 @@ pub(super) struct Drawn {
     pub(super) log_prob: f64,
 }
 
-/// Draws from the entries' logits, which are not NaN, and of which at least one is finite; `None` if no id can be drawn. If
-/// `are_log_probs`, they are normalised already, which saves a sum at temperature 1.
+/// Draws from the entries' logits, which are not NaN, and of which at least one is finite; `None` if no id can be
+/// drawn. If `are_log_probs`, they are normalised already, which saves a sum at temperature 1.
 pub(super) fn draw(
     z: &[f64],
     entries: Entries<'_>,

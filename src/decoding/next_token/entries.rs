@@ -55,7 +55,8 @@ impl<'a> Entries<'a> {
         }
     }
 
-    /// Lets `change` change the numbers of all ids; an id without one has minus infinity, and what becomes of it is ignored.
+    /// Lets `change` change the numbers of all ids; an id without one has minus infinity, and what becomes of it is
+    /// ignored.
     pub(super) fn change_all(self, z: &mut [f64], change: impl FnOnce(&mut [f64])) {
         let Some(ids) = self.ids else { return change(z) };
         let mut all = vec![f64::NEG_INFINITY; self.vocab];

@@ -1,8 +1,8 @@
 //! The next token ids of several texts, each of which has settings of its own, from one read of the decoder.
 //!
-//! [`TokenRequest`] has the settings of one text. The query that answers it collects the log-probabilities of all ids or of
-//! some ([`entries`]), changes them by the request's [`Constraints`] ([`changes`]), and draws an id with noise that is a
-//! function of seed, step and id.
+//! [`TokenRequest`] has the settings of one text. The query that answers it collects the log-probabilities of all ids
+//! or of some ([`entries`]), changes them by the request's [`Constraints`] ([`changes`]), and draws an id with noise
+//! that is a function of seed, step and id.
 
 mod changes;
 mod constraints;
@@ -62,8 +62,8 @@ pub struct NextToken {
     pub best: Vec<(u32, f64)>,
     /// The entropy of the model's distribution, if asked for.
     pub entropy: Option<f64>,
-    /// The place of the token id in the order of probabilities under the model, if asked for: the most probable id has 1;
-    /// among equals the lowest id comes first.
+    /// The place of the token id in the order of probabilities under the model, if asked for: the most probable id has
+    /// 1; among equals the lowest id comes first.
     pub rank: Option<usize>,
 }
 
@@ -84,8 +84,8 @@ impl NextToken {
         Ok(Self::from_rounded(log_probs, log_probs.dtype(), &requests)?.into_iter().flatten().collect())
     }
 
-    /// Draws as [`NextToken::from_log_probs`] does, for a list of requests at each position, from log-probabilities that were
-    /// rounded to the dtype `rounded` before they were given in another one.
+    /// Draws as [`NextToken::from_log_probs`] does, for a list of requests at each position, from log-probabilities
+    /// that were rounded to the dtype `rounded` before they were given in another one.
     pub(crate) fn from_rounded(
         log_probs: &Tensor,
         rounded: DType,
@@ -142,8 +142,8 @@ impl Visit for AllLogProbsQuery {
 }
 
 impl NextTokenQuery<'_> {
-    /// Answers the requests of a position from the log-probabilities of these entries. The sum of a log-probability and the
-    /// `offset` is the id's logit.
+    /// Answers the requests of a position from the log-probabilities of these entries. The sum of a log-probability and
+    /// the `offset` is the id's logit.
     pub(crate) fn answer(
         &self,
         position: usize,
@@ -190,8 +190,8 @@ impl TokenRequest {
     }
 }
 
-/// Returns the place of an id with this log-probability in the order of probabilities, from 1 on. Ids without an entry, which
-/// are impossible, come in the order of the ids too.
+/// Returns the place of an id with this log-probability in the order of probabilities, from 1 on. Ids without an entry,
+/// which are impossible, come in the order of the ids too.
 fn rank(log_probs: &[f64], entries: Entries<'_>, log_p: f64, id: u32) -> usize {
     let precedes = |(entry, &other): (usize, &f64)| other > log_p || other == log_p && entries.id(entry) < id;
     let among_entries = log_probs.iter().enumerate().filter(|&entry| precedes(entry)).count();

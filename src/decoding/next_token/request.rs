@@ -79,9 +79,9 @@ impl TokenRequest {
         Ok(Self::with(sampling, seed, None))
     }
 
-    /// Makes a request that draws nothing: the next token is this id, whatever its probability is, such as the next id of
-    /// a prompt that is scored. It has no constraints, and [`NextToken::sampled_log_prob`](crate::decode::NextToken) is
-    /// zero. [`OutputLayer::prompt_log_probs`](crate::OutputLayer::prompt_log_probs) makes such requests for a whole
+    /// Makes a request that draws nothing: the next token is this id, whatever its probability is, such as the next id
+    /// of a prompt that is scored. It has no constraints, and [`NextToken::sampled_log_prob`](crate::decode::NextToken)
+    /// is zero. [`OutputLayer::prompt_log_probs`](crate::OutputLayer::prompt_log_probs) makes such requests for a whole
     /// prompt; a server can mix them with those of other texts in one call.
     pub fn forced(token_id: u32) -> Self {
         Self::with(Sampling::greedy(), 0, Some(token_id))
@@ -268,9 +268,10 @@ impl TokenRequest {
     ///
     /// # Errors
     ///
-    /// If an id of `bias`, `allowed`, `banned`, the ends or a forced one is not in the vocabulary, a mask is of another length, or
-    /// more of the most probable ids are asked for than it has. [`next_tokens`](crate::OutputLayer::next_tokens) has the same error, as [`Error::Request`] with
-    /// the place of the request.
+    /// If an id of `bias`, `allowed`, `banned`, the ends or a forced one is not in the vocabulary, a mask is of another
+    /// length, or more of the most probable ids are asked for than it has.
+    /// [`next_tokens`](crate::OutputLayer::next_tokens) has the same error, as [`Error::Request`] with the place of the
+    /// request.
     ///
     /// # Examples
     ///

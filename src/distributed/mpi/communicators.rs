@@ -212,8 +212,8 @@ impl RankGroup {
         self.members.others().filter(|(member, _)| !self.has_ended[*member]).map(|(_, rank)| rank)
     }
 
-    /// Tells the other members what this rank is about to do. Open MPI and MPICH send so short a message without waiting for
-    /// its receiver.
+    /// Tells the other members what this rank is about to do. Open MPI and MPICH send so short a message without
+    /// waiting for its receiver.
     fn announce(&self, Announcement(numbers): Announcement) {
         for (member, _) in self.members.others() {
             self.communicator.process_at_rank(member as i32).send(&numbers[..]);

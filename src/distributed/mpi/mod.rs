@@ -24,9 +24,9 @@ use operations::{MpiNumber, Operation};
 /// how many numbers it has: if these differ, or a rank has ended, each gets [`Error::Ranks`]. If a rank does not come
 /// in time, the others get [`Error::Timeout`], which names it.
 ///
-/// When the last handle is dropped, the rank waits until the others end too. After a timeout, or if the thread that drops a
-/// handle panics, the rank prints the error and ends the whole program instead. A program should print an error of its own
-/// before it drops the last handle: another rank that ends with an error may end the program.
+/// When the last handle is dropped, the rank waits until the others end too. After a timeout, or if the thread that
+/// drops a handle panics, the rank prints the error and ends the whole program instead. A program should print an error
+/// of its own before it drops the last handle: another rank that ends with an error may end the program.
 ///
 /// # Examples
 ///

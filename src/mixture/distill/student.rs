@@ -1,5 +1,5 @@
-//! A distillation whose arguments have been checked: the divergence from a teacher as a loss of the student's scores, or of
-//! its log-probabilities of all ids.
+//! A distillation whose arguments have been checked: the divergence from a teacher as a loss of the student's scores,
+//! or of its log-probabilities of all ids.
 
 use std::ops::Range;
 use std::sync::Arc;

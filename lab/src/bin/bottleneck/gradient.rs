@@ -7,9 +7,9 @@
 //!
 //! The gradient of the contexts is `G W`, so that nothing remains of what is orthogonal to the columns of W: the share
 //! is the norm of G's projection onto them, relative to that of G. A softmax has `G = f'(z) (P - Y)`. The logits of
-//! component k of a mixture of softmaxes have `G_k = r_k f'(z_k) (s_k - y)`, with the responsibility
-//! `r_k = pi_k s_kt / P(t)` of the component for the target t; those of Mixtape's context k have `G_k = pi_k (P - Y)`, with
-//! its priors of each id. The sums of squares are over all positions and components.
+//! component k of a mixture of softmaxes have `G_k = r_k f'(z_k) (s_k - y)`, with the responsibility `r_k = pi_k s_kt /
+//! P(t)` of the component for the target t; those of Mixtape's context k have `G_k = pi_k (P - Y)`, with its priors of
+//! each id. The sums of squares are over all positions and components.
 
 use crate::source::{values, Decoder, Origin, Source};
 use crate::{args::Args, spectrum::Rows};

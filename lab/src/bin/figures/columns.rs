@@ -1,5 +1,5 @@
-//! Tables that are data (`tables.json`): with a row for each line of a figure, or with a row for each value of `rows` and
-//! a column for each value of `by`.
+//! Tables that are data (`tables.json`): with a row for each line of a figure, or with a row for each value of `rows`
+//! and a column for each value of `by`.
 //!
 //! A column has a title and the cell of a line, in which `{key:format}` is a number and `{key}` a text of the line. The
 //! number may be a quotient or a difference, `{a/b:format}`. A cell is empty if the line has no number `{key?:format}`.

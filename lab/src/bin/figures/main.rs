@@ -4,9 +4,9 @@
 //!     cargo run --release -p lab --bin figures
 //!
 //! A table stands between the lines `<!-- figures: NAME -->` and `<!-- /figures -->`. Those whose rows are lines of the
-//! measurements are data (`tables.json`), and `tables.rs` lists the others. Tables of time and memory show the processor
-//! on which this crate was measured last, and the newest measurement there; a training step's other processors have a
-//! table of their own.
+//! measurements are data (`tables.json`), and `tables.rs` lists the others. Tables of time and memory show the
+//! processor on which this crate was measured last, and the newest measurement there; a training step's other
+//! processors have a table of their own.
 //!
 //! `tests.rs` fails if a picture or a table is not what this command makes.
 

@@ -123,7 +123,8 @@ pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
 }
 
 /// Makes the table of the mixture and its successors: seeds of the best trial after equal epochs and in the time of the
-/// softmax's epochs, the time of a step, and the bottleneck of the first seed. The last two rows go on from the softmax.
+/// softmax's epochs, the time of a step, and the bottleneck of the first seed. The last two rows go on from the
+/// softmax.
 pub(crate) fn successors(results: &Results) -> Result<String> {
     let new = results.lines_of("successors");
     let lines: Vec<_> = results.lines_of("ptb-small").into_iter().chain(new.iter().copied()).collect();

@@ -280,8 +280,8 @@ impl Args {
         Ok(recipe)
     }
 
-    /// Makes the contexts of a grown mixture linear and as wide as the hidden states, which are as wide as the embedding
-    /// with a tied decoder.
+    /// Makes the contexts of a grown mixture linear and as wide as the hidden states, which are as wide as the
+    /// embedding with a tied decoder.
     fn grown(&self, recipe: Recipe) -> Result<Recipe> {
         if self.training().heads() != [HeadKind::Mos] || self.output().kind.is_coded() {
             return Err("--grow is for --head mos and for models of words".into());

@@ -35,8 +35,8 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    /// The numbers of parameters of table 1 of Jozefowicz et al. (2016), in billions, at 793,471 words. The paper gives 1.8
-    /// with one digit after the point.
+    /// The numbers of parameters of table 1 of Jozefowicz et al. (2016), in billions, at 793,471 words. The paper gives
+    /// 1.8 with one digit after the point.
     #[test]
     fn the_numbers_of_parameters_are_those_of_the_paper() {
         for (flags, published, tolerance) in [

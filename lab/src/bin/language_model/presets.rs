@@ -71,8 +71,8 @@ const SMALL: &str =
     "--epochs 6 --components 5 --hidden 300 --inner 400 --layers 2 --batch 20 --bptt 35 --decay 0.7 --dropout 0.1 \
      --weight-dropout 0.1 --embedding-dropout 0.05 --output-dropout 0.2 --random-bptt 10";
 
-/// Adagrad at learning rate 0.2, windows of 20 steps in 128 streams, 8192 negatives for a batch, and a norm of the LSTM's
-/// gradients of at most 1; the paper gives no number of epochs.
+/// Adagrad at learning rate 0.2, windows of 20 steps in 128 streams, 8192 negatives for a batch, and a norm of the
+/// LSTM's gradients of at most 1; the paper gives no number of epochs.
 const LIMITS: &str =
     "--epochs 10 --layers 1 --batch 128 --bptt 20 --lr 0.2 --decay 1 --optimizer adagrad --clip 1 --clip-lstm true \
      --dropout 0.1 --output sampled --samples 8192 --noise log-uniform";

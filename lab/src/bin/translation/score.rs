@@ -52,8 +52,9 @@ fn bleu(pairs: &[Pair], found: &[Vec<String>]) -> f64 {
     corpus_bleu(found.iter().zip(pairs).map(|(texts, pair)| (best(texts), [pair.target.as_str()])))
 }
 
-/// Computes BLEU with each word that no text of the training pairs has replaced by an unknown one, which never is that of
-/// a reference: what words outside the vocabulary add to the score of a model of pieces (Kong et al., 2019, table 8).
+/// Computes BLEU with each word that no text of the training pairs has replaced by an unknown one, which never is that
+/// of a reference: what words outside the vocabulary add to the score of a model of pieces (Kong et al., 2019, table
+/// 8).
 pub(crate) fn bleu_of_known_words(train: &[Pair], pairs: &[Pair], found: &[Vec<String>]) -> f64 {
     let known: HashSet<&str> = train.iter().flat_map(|pair| pair.target.split_whitespace()).collect();
     let replaced = |texts: &Vec<String>| {

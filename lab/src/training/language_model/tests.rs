@@ -120,8 +120,8 @@ fn a_tied_decoder_is_the_embedding() {
     }
 }
 
-/// Projected states, spelled inputs and rows from spellings: every variable has a gradient, and the number of parameters
-/// is that of the description.
+/// Projected states, spelled inputs and rows from spellings: every variable has a gradient, and the number of
+/// parameters is that of the description.
 #[test]
 fn spelled_models_with_projected_states_are_as_described_and_train() {
     let words: Vec<String> = ["<unk>", "one", "two", "three", "four", "five", "six"].map(String::from).to_vec();

@@ -1,5 +1,5 @@
-//! Divergences that are functions of the probability with which the teacher accepts what the student drafts, in two sweeps
-//! over each row of log-probabilities: one for the sums, one for the derivatives.
+//! Divergences that are functions of the probability with which the teacher accepts what the student drafts, in two
+//! sweeps over each row of log-probabilities: one for the sums, one for the derivatives.
 
 use super::divergence_row::{if_below, map_student, weighted, DivergenceRow};
 use crate::backend::cpu::vector::math::{exp, not_negative};

@@ -1,5 +1,5 @@
-//! The terms by which the search for the most probable id compares ids: an id's probability is proportional to the sum of
-//! its components' terms. Both computations share them.
+//! The terms by which the search for the most probable id compares ids: an id's probability is proportional to the sum
+//! of its components' terms. Both computations share them.
 
 use crate::backend::cpu::vector::math::exp;
 use crate::backend::cpu::vector::simd::{Float, Vector};

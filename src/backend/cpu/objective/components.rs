@@ -1,5 +1,5 @@
-//! The objective of one position, from the log-sum-exps of its components and the logits of its targets. One pass and two
-//! passes share it.
+//! The objective of one position, from the log-sum-exps of its components and the logits of its targets. One pass and
+//! two passes share it.
 //!
 //! With the logits `z` of component k (after bias and logit function), its prior `pi` and the target `y`:
 //!
@@ -37,8 +37,8 @@ pub(crate) struct Target<'a, F> {
     pub(crate) terms: LossTerms,
 }
 
-/// The masses of all ids. Any scalar function F of a position's distribution has the gradient of an objective whose masses
-/// are `q_v = -dF / d log p(v)`.
+/// The masses of all ids. Any scalar function F of a position's distribution has the gradient of an objective whose
+/// masses are `q_v = -dF / d log p(v)`.
 #[derive(Clone, Copy)]
 pub(crate) enum SoftMasses<'a, F> {
     /// One number for each id, padded with zeros: label smoothing, or minus the upstream gradient of the
@@ -116,8 +116,8 @@ impl<F: Float> Components<F> {
         LogSumExp::from_terms((0..self.lse.len()).map(|k| logit(k) - self.lse[k].largest + self.log_scale[k]))
     }
 
-    /// Adds the candidates' masses. `candidate_logit` returns the logit of a component and the j-th candidate, `slope` the
-    /// slope of the logit function at a logit.
+    /// Adds the candidates' masses. `candidate_logit` returns the logit of a component and the j-th candidate, `slope`
+    /// the slope of the logit function at a logit.
     pub(crate) fn add_candidates(
         &mut self,
         candidates: &[(usize, F)],
@@ -176,7 +176,8 @@ impl<F: Float> Components<F> {
         self.mass[k] + F::from_f64(2.0) * z_loss * self.lse[k].value()
     }
 
-    /// Computes [`Components::softmax_mass`] in f64; if there is no z-loss, it is finite even if the log-sum-exp is not.
+    /// Computes [`Components::softmax_mass`] in f64; if there is no z-loss, it is finite even if the log-sum-exp is
+    /// not.
     pub(crate) fn precise_softmax_mass(&self, target: &Target<'_, F>, k: usize) -> f64 {
         let z_loss = 2.0 * F::from_f64(target.terms.z_loss).f64() / self.lse.len() as f64;
         self.mass[k].f64() + weighted(z_loss, self.lse[k].value().f64())

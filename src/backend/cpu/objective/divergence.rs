@@ -45,8 +45,8 @@ pub(crate) fn divergence<F: Accumulator>(
 
 /// A divergence as a sum over ids.
 trait Term<F: Float>: Copy {
-    /// Computes the term of each id of a register from the log-probabilities of student and teacher, and the derivative of
-    /// the divergence by the student's log-probability of the id, up to a constant times the probability.
+    /// Computes the term of each id of a register from the log-probabilities of student and teacher, and the derivative
+    /// of the divergence by the student's log-probability of the id, up to a constant times the probability.
     fn value_and_slope<V: Vector<F>>(self, v: V, log_q: V::Reg, log_t: V::Reg) -> (V::Reg, V::Reg);
 }
 

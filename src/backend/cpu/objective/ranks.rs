@@ -28,8 +28,8 @@ impl<'a, F: Float + Real> Ranks<'a, F> {
         Ranks { shard, pending: None }
     }
 
-    /// Starts to add up a range of the contexts' gradient, in a thread of its own: products go on until the ranks exchange
-    /// something else.
+    /// Starts to add up a range of the contexts' gradient, in a thread of its own: products go on until the ranks
+    /// exchange something else.
     pub(crate) fn start_sum(&mut self, gradient: &[F], range: Range<usize>) {
         let (shard, mut sum) = (self.shard.clone(), gradient[range.clone()].to_vec());
         let add_up = move || shard.collectives().all_reduce_sum(Real::numbers(&mut sum)).map(|()| sum);

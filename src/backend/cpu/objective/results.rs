@@ -1,4 +1,5 @@
-//! The results of a loss: the gradients that its chunks accumulate, and the tensors that it returns after the last chunk.
+//! The results of a loss: the gradients that its chunks accumulate, and the tensors that it returns after the last
+//! chunk.
 
 use std::ops::Range;
 

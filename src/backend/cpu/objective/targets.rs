@@ -1,6 +1,6 @@
-//! The targets of an objective, from which each position's masses follow: target ids and their weights, which are read and
-//! checked before the first chunk, or the upstream gradients of scores or log-probabilities.
-//! A position's listed ids are its target or its candidates.
+//! The targets of an objective, from which each position's masses follow: target ids and their weights, which are read
+//! and checked before the first chunk, or the upstream gradients of scores or log-probabilities. A position's listed
+//! ids are its target or its candidates.
 
 use candle_core::Tensor;
 
@@ -29,8 +29,8 @@ pub(crate) enum Targets<F> {
 pub(crate) struct TargetIds<F> {
     /// `[positions]`: the target ids; `None` for an ignored position.
     ids: Vec<Option<usize>>,
-    /// `[positions]`: the targets' rows of the weight, or `ELSEWHERE` if another rank has the row; `None` for an ignored
-    /// position.
+    /// `[positions]`: the targets' rows of the weight, or `ELSEWHERE` if another rank has the row; `None` for an
+    /// ignored position.
     rows: Vec<Option<usize>>,
     position_weights: Option<Vec<F>>,
     class_weights: Option<Vec<F>>,
@@ -244,8 +244,8 @@ impl<F: Float> TargetIds<F> {
     }
 }
 
-/// Computes the mass that label smoothing gives to each id, `[vocab]`, padded with zeros; empty without smoothing. Each id
-/// of the whole vocabulary gets an equal share, times its class weight.
+/// Computes the mass that label smoothing gives to each id, `[vocab]`, padded with zeros; empty without smoothing. Each
+/// id of the whole vocabulary gets an equal share, times its class weight.
 fn smoothed_masses<F: Float>(loss: &TargetLoss, class_weights: Option<&[F]>, sizes: Sizes) -> Vec<F> {
     if loss.terms.label_smoothing <= 0.0 {
         return Vec::new();
@@ -306,8 +306,8 @@ impl<F: Float> ScoreTargets<F> {
 }
 
 impl<F: Float> LogProbTargets<F> {
-    /// Returns the target of position `t`, which counts from the first position of the call: the upstream gradients of its
-    /// log-probabilities, as soft masses of all ids.
+    /// Returns the target of position `t`, which counts from the first position of the call: the upstream gradients of
+    /// its log-probabilities, as soft masses of all ids.
     fn target(&self, t: usize) -> Target<'_, F> {
         let soft = Some(SoftMasses::Given(&self.upstream[(t - self.first) * self.stride..][..self.stride]));
         Target { hard: None, candidates: &[], outside: F::zero(), soft, terms: LossTerms::default() }

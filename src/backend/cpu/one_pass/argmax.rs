@@ -85,8 +85,8 @@ impl<F: Accumulator, X: Format<F>> ArgmaxSearch<'_, F, X> {
         parallel::map_with(positions.iter().enumerate(), buffers, search_position)
     }
 
-    /// Returns the most probable of the listed ids of the chunk's `i`-th position, which is position `t`; `None` if none
-    /// of them has a probability.
+    /// Returns the most probable of the listed ids of the chunk's `i`-th position, which is position `t`; `None` if
+    /// none of them has a probability.
     fn leader(&self, i: usize, t: usize) -> Option<Leader<F>> {
         let components = self.inputs.sizes.components;
         let (row, ids) = (i * components, self.first_product.ids.position_ids(i));

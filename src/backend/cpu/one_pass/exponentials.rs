@@ -1,5 +1,5 @@
-//! The kernels that turn a tile of logits into scaled exponentials, in place, while it is in the cache, and the sums of the
-//! exponentials: the log-sum-exp of each row.
+//! The kernels that turn a tile of logits into scaled exponentials, in place, while it is in the cache, and the sums of
+//! the exponentials: the log-sum-exp of each row.
 
 use super::layout::{ChunkIds, Layout, Panel};
 use super::top_logits::TopLogits;

@@ -44,8 +44,8 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
     /// Returns the bytes of a thread's buffers for tiles of `ids` ids, with a third product if `keeps_exponentials`.
     fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize;
 
-    /// Returns the bytes per row of the chunk that the copy of its contexts takes, multiplied by the factors of a segment.
-    /// They are zero for a format that keeps no such copy.
+    /// Returns the bytes per row of the chunk that the copy of its contexts takes, multiplied by the factors of a
+    /// segment. They are zero for a format that keeps no such copy.
     fn scaled_context_bytes(self, d: usize) -> usize;
 
     /// Returns the maximum number of panels that pass through a tile of the decoder together.
@@ -62,9 +62,9 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
         buffers: &'t mut Self::DecoderBuffers,
     ) -> Self::Decoder<'t>;
 
-    /// Computes the first and the second product of a tile and a panel. Writes logits `[ids, width]`, without the logit function,
-    /// and calls `exponentiate` with them and with the products `[padded d, width]` of earlier tiles, which may be
-    /// empty. Then adds the products of the exponentials to these, or replaces them in the first tile.
+    /// Computes the first and the second product of a tile and a panel. Writes logits `[ids, width]`, without the logit
+    /// function, and calls `exponentiate` with them and with the products `[padded d, width]` of earlier tiles, which
+    /// may be empty. Then adds the products of the exponentials to these, or replaces them in the first tile.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, F, Self>,

@@ -1,5 +1,6 @@
 //! How a chunk is cut: into panels of rows, tiles of ids, and segments of tiles. The cut depends on sizes alone, so
-//! that sums do not depend on the number of threads. Each row lists the ids of its position whose logits it has one by one.
+//! that sums do not depend on the number of threads. Each row lists the ids of its position whose logits it has one by
+//! one.
 
 use std::ops::Range;
 

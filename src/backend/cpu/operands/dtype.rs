@@ -1,8 +1,8 @@
 //! The element types of tensors, and the slices of their elements. Numbers in `f16`, `bf16` and `f32` are computed in
 //! `f32`, those in `f64` in `f64`; gradients are rounded to the type of their operand.
 //!
-//! Most code is generic over the type of the computation, an [`Accumulator`], and takes operands as they are [`Stored`].
-//! Only what reads each element is generic over the stored type, an [`Element`].
+//! Most code is generic over the type of the computation, an [`Accumulator`], and takes operands as they are
+//! [`Stored`]. Only what reads each element is generic over the stored type, an [`Element`].
 
 use std::convert::identity;
 use std::ops::{Deref, Range};
@@ -37,8 +37,8 @@ pub(crate) trait Element: WithDType + ToBf16 {
 
 /// A type for computation and accumulation.
 pub(crate) trait Accumulator: Float + Element<Acc = Self> {
-    /// The type of half precision with five bits of exponent that is computed in this type. Nothing in half precision is
-    /// computed in f64, for which this is f64 itself.
+    /// The type of half precision with five bits of exponent that is computed in this type. Nothing in half precision
+    /// is computed in f64, for which this is f64 itself.
     type F16: Element<Acc = Self>;
     /// As [`Self::F16`], with eight bits of exponent.
     type Bf16: Element<Acc = Self>;

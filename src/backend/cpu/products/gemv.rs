@@ -177,11 +177,11 @@ fn lines<T>(values: &[T]) -> std::slice::Chunks<'_, T> {
     values.chunks((CACHE_LINE / size_of::<T>()).max(1))
 }
 
-/// Computes the inner products of `ROWS` contexts with `IDS` ids. Meanwhile `next` is prefetched, a few lines at a time:
-/// the processor has room for few requests.
+/// Computes the inner products of `ROWS` contexts with `IDS` ids. Meanwhile `next` is prefetched, a few lines at a
+/// time: the processor has room for few requests.
 ///
-/// All loops over rows and ids are written out: the closure of a `map` would be compiled for each number of rows and ids,
-/// and without the target features of the kernel.
+/// All loops over rows and ids are written out: the closure of a `map` would be compiled for each number of rows and
+/// ids, and without the target features of the kernel.
 #[inline(always)]
 pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,

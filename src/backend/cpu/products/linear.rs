@@ -1,8 +1,8 @@
-//! The product of a linear layer, `input W^T`. Each row of the result has the same bits whatever the other rows are, and on any
-//! number of threads, as decoding promises; candle's product rounds a single row otherwise than several.
+//! The product of a linear layer, `input W^T`. Each row of the result has the same bits whatever the other rows are,
+//! and on any number of threads, as decoding promises; candle's product rounds a single row otherwise than several.
 //!
-//! The elements are inner products (`gemv`), which read the weight from where it lies, or in bf16 products on a tile unit.
-//! Both add up the terms of an element in the same order in every row.
+//! The elements are inner products (`gemv`), which read the weight from where it lies, or in bf16 products on a tile
+//! unit. Both add up the terms of an element in the same order in every row.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -16,12 +16,12 @@ use crate::backend::cpu::vector::simd::Isa;
 use crate::backend::parallel;
 use crate::error::Result;
 
-/// The rows and the columns of the result that a thread computes at a time. Their rows of the input and of the weight stay
-/// in the second-level cache.
+/// The rows and the columns of the result that a thread computes at a time. Their rows of the input and of the weight
+/// stay in the second-level cache.
 const TILE: (usize, usize) = (96, 64);
 
-/// Computes `input W^T`, `[n, outputs]`, for an input `[n, inputs]` and a weight `[outputs, inputs]`. Operands that do not match
-/// each other, and empty ones, are candle's.
+/// Computes `input W^T`, `[n, outputs]`, for an input `[n, inputs]` and a weight `[outputs, inputs]`. Operands that do
+/// not match each other, and empty ones, are candle's.
 pub(crate) fn linear(input: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let ((n, inputs), (outputs, columns)) = (input.dims2()?, weight.dims2()?);
     let are_alike = inputs == columns && input.dtype() == weight.dtype();

@@ -22,7 +22,9 @@ use crate::tensors::id_lists::IdLists;
 /// Computes the products of each context `[positions, d]` with the rows of its list, `[positions, longest]`; zero
 /// beyond the end of a list.
 pub(crate) fn list_products(contexts: &Tensor, matrix: &Weight, lists: &IdLists) -> Result<Tensor> {
-    with_accumulator!(contexts.dtype(), F => with_operands::<F, _>(contexts, matrix, |operands| operands.products(lists)))
+    with_accumulator!(contexts.dtype(), F => {
+        with_operands::<F, _>(contexts, matrix, |operands| operands.products(lists))
+    })
 }
 
 /// Computes the gradients of the contexts and of the matrix from `upstream`, that of the products: those that are
@@ -142,8 +144,8 @@ impl<F: Accumulator> ListOperands<'_, F> {
         })
     }
 
-    /// Computes the gradient of the matrix, `[rows of the matrix, d]`. One task sums the products of a row, in the order
-    /// of the positions: the result does not depend on the number of threads.
+    /// Computes the gradient of the matrix, `[rows of the matrix, d]`. One task sums the products of a row, in the
+    /// order of the positions: the result does not depend on the number of threads.
     fn matrix_gradient(&self, lists: &IdLists, upstream: &[F], dtype: DType) -> Result<Tensor> {
         let d = self.matrix.width;
         let entries = sorted_gradients(lists, &|i| if has_effect(upstream[i]) { upstream[i].f64() } else { 0.0 });
@@ -166,8 +168,8 @@ impl<F: Accumulator> ListOperands<'_, F> {
     }
 }
 
-/// Returns the gradients of all products in the order of ids, and of positions for one id. `upstream` returns that of an
-/// element of `[positions, longest]`; those of zero are left out.
+/// Returns the gradients of all products in the order of ids, and of positions for one id. `upstream` returns that of
+/// an element of `[positions, longest]`; those of zero are left out.
 fn sorted_gradients(lists: &IdLists, upstream: &dyn Fn(usize) -> f64) -> Vec<ListGradient> {
     let n = lists.longest();
     let mut entries = Vec::with_capacity(lists.ids().len());
@@ -186,8 +188,8 @@ fn sorted_gradients(lists: &IdLists, upstream: &dyn Fn(usize) -> f64) -> Vec<Lis
 /// Writes a row to its place among the rows that are written.
 type WriteRow<'a, F> = dyn Fn(usize, &[F]) + Sync + 'a;
 
-/// Makes a matrix `[rows, d]` of a dtype that is computed in `F`: `compute` writes the rows `ids`, which are in ascending
-/// order without repeats, each once, and the others are zero.
+/// Makes a matrix `[rows, d]` of a dtype that is computed in `F`: `compute` writes the rows `ids`, which are in
+/// ascending order without repeats, each once, and the others are zero.
 fn written_rows<F: Accumulator>(
     dtype: DType,
     shape: (usize, usize),

@@ -59,8 +59,8 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Computes `to[row, id - ids.start] = contexts[row] . rows[id]` for contexts `[rows, width]`, or adds these products
-    /// to what `to` holds. The order of a sum does not depend on the number of contexts.
+    /// Computes `to[row, id - ids.start] = contexts[row] . rows[id]` for contexts `[rows, width]`, or adds these
+    /// products to what `to` holds. The order of a sum does not depend on the number of contexts.
     pub(crate) fn dots(
         &self,
         isa: Isa,
@@ -106,8 +106,8 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// The elements between two contexts that are multiplied in registers. Without them, contexts of a power of two would lie
-/// in the same sets of the first-level cache.
+/// The elements between two contexts that are multiplied in registers. Without them, contexts of a power of two would
+/// lie in the same sets of the first-level cache.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const CONTEXT_PADDING: usize = 16;
 /// The bytes of the dequantised rows that are multiplied at a time: they stay in the second-level cache.

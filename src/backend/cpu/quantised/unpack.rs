@@ -51,8 +51,8 @@ pub(super) trait BlockKernel {
 }
 
 /// Defines the unpacking of types by a proof of the instructions, from which `$vectors` makes the vectors: a block has
-/// so many bytes, and so many units, each of some registers of `$lanes` weights. Its type has the functions `block_scales`
-/// and `weights`.
+/// so many bytes, and so many units, each of some registers of `$lanes` weights. Its type has the functions
+/// `block_scales` and `weights`.
 macro_rules! unpacks {
     ($proof:ident, $simd:ty, $vectors:expr, $lanes:literal lanes; $(
         $name:ident, $bytes:literal bytes, $units:literal x $registers:literal registers, $scales:ty;

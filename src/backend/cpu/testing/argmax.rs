@@ -12,8 +12,8 @@ use crate::backend::weight::Weight;
 /// The ids that have equal rows of the decoder. They lie in one tile and in several.
 const EQUALS: [usize; 4] = [5, 9, 700, 1600];
 
-/// Makes the operands of a mixture in which [`EQUALS`] are equally probable, and by far the most probable ids if `bonus` is
-/// large.
+/// Makes the operands of a mixture in which [`EQUALS`] are equally probable, and by far the most probable ids if
+/// `bonus` is large.
 fn operands(case: &Case, bonus: f64) -> Result<Operands> {
     let (mut operands, _) = case.operands()?;
     let mut rows: Vec<u32> = (0..case.sizes.vocab as u32).collect();

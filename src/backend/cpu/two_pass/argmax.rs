@@ -57,7 +57,8 @@ impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> IdValu
         self.lanes(id / n).0[id % n]
     }
 
-    /// Returns whether an id of these registers has a value that is larger than `value`, or, if `or_equal`, that equals it.
+    /// Returns whether an id of these registers has a value that is larger than `value`, or, if `or_equal`, that equals
+    /// it.
     #[inline(always)]
     fn has_larger(&self, registers: Range<usize>, value: F, or_equal: bool) -> bool {
         let (v, components) = (self.v, self.components.len());
@@ -115,8 +116,8 @@ impl<F: Float> PositionLogits<'_, F> {
         IdValues { rows, width, components, v, _number: PhantomData }.has_larger(0..width, value, or_equal)
     }
 
-    /// Returns the most probable of all ids if it is one of these; among equals it is the lowest. Returns `None` if it is
-    /// another id, or if none of these has a probability.
+    /// Returns the most probable of all ids if it is one of these; among equals it is the lowest. Returns `None` if it
+    /// is another id, or if none of these has a probability.
     #[inline(always)]
     pub(super) fn argmax_among<V: Vector<F>>(&self, v: V, ids: &[usize], components: &Components<F>) -> Option<usize> {
         let id_exponents = |&id: &usize| exponents(move |k| self.rows[k * self.stride + id], components);

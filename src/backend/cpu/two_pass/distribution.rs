@@ -32,8 +32,8 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         })
     }
 
-    /// Returns the distribution of a position, which is the i-th of the chunk: the rows of logits of its components, with
-    /// the numbers that turn these into log-probabilities.
+    /// Returns the distribution of a position, which is the i-th of the chunk: the rows of logits of its components,
+    /// with the numbers that turn these into log-probabilities.
     fn position_distribution(&self, position: usize, i: usize) -> PositionRows<'_, F> {
         let Sizes { components, vocab, .. } = self.inputs.sizes;
         let rows = i * components..(i + 1) * components;

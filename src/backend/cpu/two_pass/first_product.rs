@@ -1,12 +1,12 @@
-//! First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, cut into tiles that stay in the cache of
-//! one core and are computed in parallel.
+//! First product: `logits[rows, vocab] = contexts[rows, d] decoder[vocab, d]^T`, cut into tiles that stay in the cache
+//! of one core and are computed in parallel.
 //!
 //! Each tile is computed on one thread, so that the results do not depend on the number of threads.
 //!
-//! On vectors, few rows are inner products with the decoder's rows (`gemv`). For more rows, the contexts are packed into
-//! panels whose rows are lanes of registers (`rows_in_lanes`): no sum over lanes ends a product, and the decoder is read
-//! from where it lies. The two forms add in another order. In decoding the number of components chooses between them, so
-//! that a position has the same bits, and a sampler draws the same ids, whatever else is in the batch.
+//! On vectors, few rows are inner products with the decoder's rows (`gemv`). For more rows, the contexts are packed
+//! into panels whose rows are lanes of registers (`rows_in_lanes`): no sum over lanes ends a product, and the decoder
+//! is read from where it lies. The two forms add in another order. In decoding the number of components chooses between
+//! them, so that a position has the same bits, and a sampler draws the same ids, whatever else is in the batch.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -325,8 +325,8 @@ impl Vectors {
 }
 
 /// Returns how many ids pass through all panels together. Their rows of the decoder stay in the second-level cache, and
-/// their products with a panel in the first-level cache. The number is a multiple of 6 and of 8, as the kernel computes 6
-/// or 8 ids at a time, and of 16, the largest number of lanes.
+/// their products with a panel in the first-level cache. The number is a multiple of 6 and of 8, as the kernel computes
+/// 6 or 8 ids at a time, and of 16, the largest number of lanes.
 fn ids_at_a_time<F>(d: usize) -> usize {
     const STEP: usize = 48;
     const BYTES: usize = 256 << 10;

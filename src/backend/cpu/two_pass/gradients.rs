@@ -1,5 +1,5 @@
-//! The second and the third matrix product of a chunk, cut into tiles that stay in the cache of one core and are computed in
-//! parallel.
+//! The second and the third matrix product of a chunk, cut into tiles that stay in the cache of one core and are
+//! computed in parallel.
 //!
 //! Each tile is computed on one thread, by the `gemm` crate, so that the results do not depend on the
 //! number of threads.
@@ -11,8 +11,8 @@ use crate::backend::cpu::operands::matrix::{View, ViewMut};
 use crate::backend::cpu::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::parallel;
 
-/// The number of ids per tile of the first and third product: a tile of the decoder stays in the second-level cache. The
-/// number is a multiple of 48, as the AVX-512 kernel computes 48 ids at a time.
+/// The number of ids per tile of the first and third product: a tile of the decoder stays in the second-level cache.
+/// The number is a multiple of 48, as the AVX-512 kernel computes 48 ids at a time.
 pub(super) const VOCAB_TILE: usize = 384;
 /// The most rows per tile of the second product.
 const ROW_TILE: usize = 256;
@@ -99,8 +99,8 @@ fn part_gradient<F: Accumulator>(
     });
 }
 
-/// Computes the third product, `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`. It adds to the
-/// gradient if this is started.
+/// Computes the third product, `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`. It adds to
+/// the gradient if this is started.
 pub(super) fn decoder_gradient<F: Float>(
     gradient: &mut ColumnGradient<F>,
     logit_gradient: &[F],
@@ -127,8 +127,8 @@ fn whole_rows<F>(d: usize) -> usize {
     (BYTES / (d * size_of::<F>()) / STEP * STEP).clamp(STEP, VOCAB_TILE)
 }
 
-/// Returns the number of columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are at
-/// least `least_parts` of them, unless they would be narrower than [`LEAST_PART`].
+/// Returns the number of columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are
+/// at least `least_parts` of them, unless they would be narrower than [`LEAST_PART`].
 fn context_tile(d: usize, least_parts: usize) -> usize {
     let parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART).min(least_parts));
     d.div_ceil(parts).next_multiple_of(ROW_ALIGN)

@@ -1,5 +1,5 @@
-//! The log-probabilities of all ids of a chunk's positions from their rows of logits, and the scores: log-probabilities of
-//! candidates, the entropy, and the logarithms of the mass outside the candidates and of the collision probability.
+//! The log-probabilities of all ids of a chunk's positions from their rows of logits, and the scores: log-probabilities
+//! of candidates, the entropy, and the logarithms of the mass outside the candidates and of the collision probability.
 
 use std::ops::Range;
 

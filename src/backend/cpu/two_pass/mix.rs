@@ -27,8 +27,8 @@ pub(super) struct Scratch<F> {
     pub(super) log_probs: Vec<F>,
     /// `[stride]`: the largest of `log(pi_k p_k(v))` over k, which is subtracted before exponentiation.
     pub(super) reference: Vec<F>,
-    /// `[stride]`: `soft_v` over the sum of `pi_k p_k(v) / exp(reference_v)`, so that `soft_v r_k(v) = share_v pi_k p_k(v)
-    /// / exp(reference_v)`.
+    /// `[stride]`: `soft_v` over the sum of `pi_k p_k(v) / exp(reference_v)`, so that `soft_v r_k(v) = share_v pi_k
+    /// p_k(v) / exp(reference_v)`.
     pub(super) share: Vec<F>,
     /// The candidates and their masses.
     pub(super) candidates: Vec<(usize, F)>,
@@ -94,8 +94,8 @@ pub(super) struct Tempered<F> {
 }
 
 impl<F: Float> Tempered<F> {
-    /// Tempers the distribution with these log-probabilities, which are padded with minus infinity. A power of one changes
-    /// nothing, and then the log-probabilities are not read.
+    /// Tempers the distribution with these log-probabilities, which are padded with minus infinity. A power of one
+    /// changes nothing, and then the log-probabilities are not read.
     #[inline(always)]
     pub(super) fn new<V: Vector<F>>(v: V, log_probs: &[F], power: F) -> Self {
         if power == F::one() {
@@ -316,8 +316,8 @@ pub(super) fn largest_term<F: Float, V: Vector<F>>(
     largest
 }
 
-/// Computes, for the ids of one register, `log p(v)`, the reference that is subtracted from its terms, and the sum of their
-/// exponentials. `largest` is from [`largest_term`].
+/// Computes, for the ids of one register, `log p(v)`, the reference that is subtracted from its terms, and the sum of
+/// their exponentials. `largest` is from [`largest_term`].
 #[inline(always)]
 pub(super) fn mix_register<F: Float, V: Vector<F>>(
     v: V,

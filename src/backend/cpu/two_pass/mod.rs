@@ -71,8 +71,8 @@ pub(super) fn workspace<F: Accumulator>(product: impl FirstProduct<F>, sizes: Si
 }
 
 impl<F: Accumulator> TwoPasses<'_, F> {
-    /// Replaces the chunk's log-sum-exps, and the logits of its targets, by those of the whole vocabulary, if ranks share
-    /// it.
+    /// Replaces the chunk's log-sum-exps, and the logits of its targets, by those of the whole vocabulary, if ranks
+    /// share it.
     fn join_ranks(&mut self, positions: Range<usize>) -> Result<()> {
         let Some(ranks) = &mut self.ranks else { return Ok(()) };
         ranks.finish_sum(&mut self.gradients.contexts)?;

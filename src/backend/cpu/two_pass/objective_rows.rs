@@ -1,5 +1,5 @@
-//! The row kernels of a chunk's positions, which turn logits into their gradient: their buffers, what ranks add up before
-//! them, and the rows that the second and third product read after them.
+//! The row kernels of a chunk's positions, which turn logits into their gradient: their buffers, what ranks add up
+//! before them, and the rows that the second and third product read after them.
 
 use std::ops::Range;
 
@@ -82,8 +82,8 @@ impl<F: Accumulator> ChunkOperands<'_, F> {
 }
 
 impl<F: Accumulator> TwoPasses<'_, F> {
-    /// Computes the results of the chunk's positions, and writes the gradients of their logits over these. The targets are
-    /// those of the passes, or those that follow from the chunk's results.
+    /// Computes the results of the chunk's positions, and writes the gradients of their logits over these. The targets
+    /// are those of the passes, or those that follow from the chunk's results.
     pub(crate) fn objective_rows(&mut self, targets: &Targets<F>, positions: Range<usize>) -> Result<()> {
         let sums = self.sum_over_ranks(targets, positions.clone())?;
         let rows = self.rows(positions.clone());
@@ -144,8 +144,8 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         Ok(())
     }
 
-    /// Adds up over the ranks what all ids of each position contribute, `[positions, K + 2]`, if ranks share the vocabulary
-    /// and the objective needs it; otherwise the result is empty.
+    /// Adds up over the ranks what all ids of each position contribute, `[positions, K + 2]`, if ranks share the
+    /// vocabulary and the objective needs it; otherwise the result is empty.
     fn sum_over_ranks(&mut self, targets: &Targets<F>, positions: Range<usize>) -> Result<Vec<f64>> {
         let is_needed = |_: &&Ranks<F>| targets.are_soft() || targets.needs_correct();
         let Some(ranks) = self.ranks.as_ref().filter(is_needed) else { return Ok(vec![]) };
@@ -174,8 +174,8 @@ impl<F: Accumulator> TwoPasses<'_, F> {
         Ok(sums)
     }
 
-    /// Moves the live rows of the logits' gradient to the front, where a live row from behind replaces each dead one, and
-    /// copies their contexts to `chunk_contexts`.
+    /// Moves the live rows of the logits' gradient to the front, where a live row from behind replaces each dead one,
+    /// and copies their contexts to `chunk_contexts`.
     fn gather_live_rows(&mut self, rows: Range<usize>, live: &[bool]) {
         let count = live.iter().filter(|&&live| live).count();
         if count == live.len() {

@@ -27,8 +27,8 @@ pub(crate) struct TwoPasses<'a, F: Accumulator> {
     pub(super) logits: Vec<F>,
     /// `[rows of a chunk]`.
     pub(super) lse: Vec<LogSumExp<F>>,
-    /// `[rows of a chunk, d]`: the contexts in the accumulation dtype, or the live rows' contexts; unused if the products
-    /// read the stored contexts.
+    /// `[rows of a chunk, d]`: the contexts in the accumulation dtype, or the live rows' contexts; unused if the
+    /// products read the stored contexts.
     pub(super) chunk_contexts: Vec<F>,
     /// `[rows of a chunk, d]`: the gradient of the live rows' contexts, unless all rows are live.
     pub(super) chunk_gradient: Vec<F>,
@@ -47,8 +47,8 @@ pub(crate) struct TwoPasses<'a, F: Accumulator> {
     pub(crate) gradients: BufferedGradients<F>,
 }
 
-/// The rows of a chunk that take part in the second and third product: those whose logits have a gradient. The rows of an
-/// ignored position have none, whatever their contexts hold.
+/// The rows of a chunk that take part in the second and third product: those whose logits have a gradient. The rows of
+/// an ignored position have none, whatever their contexts hold.
 pub(super) enum LiveRows {
     /// All rows, which are so many.
     All(usize),
@@ -72,8 +72,9 @@ impl<'a, F: Accumulator> TwoPasses<'a, F> {
         Self::for_chunk_targets(product, inputs, BufferedGradients::none(), plan)
     }
 
-    /// Makes passes that read each position's distribution for a query, or a shard's part of it. The results of a position
-    /// have the same bits whatever the other positions are, so that a sampler draws the same ids in every batch.
+    /// Makes passes that read each position's distribution for a query, or a shard's part of it. The results of a
+    /// position have the same bits whatever the other positions are, so that a sampler draws the same ids in every
+    /// batch.
     pub(crate) fn for_decoding(
         product: Box<dyn LogitTiles<F>>,
         inputs: Inputs<'a, F>,
@@ -84,8 +85,8 @@ impl<'a, F: Accumulator> TwoPasses<'a, F> {
         TwoPasses { are_independent: true, ranks: shard.map(Ranks::new), ..passes }
     }
 
-    /// Makes the passes of a loss over targets that are known before the first chunk. If there is a shard, they compute the
-    /// loss of the whole vocabulary.
+    /// Makes the passes of a loss over targets that are known before the first chunk. If there is a shard, they compute
+    /// the loss of the whole vocabulary.
     pub(crate) fn for_targets(
         product: Box<dyn LogitTiles<F>>,
         inputs: Inputs<'a, F>,

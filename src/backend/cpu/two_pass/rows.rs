@@ -1,5 +1,5 @@
-//! The row kernel between the products. It computes the loss of one position from its K rows of logits, and writes their
-//! gradient over them. The equations are in `objective/components.rs`.
+//! The row kernel between the products. It computes the loss of one position from its K rows of logits, and writes
+//! their gradient over them. The equations are in `objective/components.rs`.
 
 use super::mix::{IdMasses, PositionLogits, Scratch, Tempered};
 use super::rank_sums::RankTerms;
@@ -82,8 +82,8 @@ impl<F: Float> Kernel<F> for LossRows<'_, F> {
 }
 
 impl<F: Float> PositionLogits<'_, F> {
-    /// Computes the masses of all ids, and, if these depend on the whole distribution, its log-probabilities. If there is a
-    /// mass outside, only the ids outside share it, and the candidates' masses get all of their own here.
+    /// Computes the masses of all ids, and, if these depend on the whole distribution, its log-probabilities. If there
+    /// is a mass outside, only the ids outside share it, and the candidates' masses get all of their own here.
     #[inline(always)]
     fn masses<'m, V: Vector<F>>(&self, v: V, soft: SoftMasses<'m, F>, scratch: &mut Scratch<F>) -> IdMasses<'m, F> {
         match soft {
@@ -123,8 +123,8 @@ impl<F: Float> PositionLogits<'_, F> {
         }
     }
 
-    /// Adds the masses of all ids to the components', and returns the objective of these masses. The ids have their shares,
-    /// unless the component `is_single`.
+    /// Adds the masses of all ids to the components', and returns the objective of these masses. The ids have their
+    /// shares, unless the component `is_single`.
     #[inline(always)]
     pub(super) fn add_masses<V: Vector<F>>(
         &self,
@@ -244,8 +244,8 @@ impl<'a, F: Float> RowOperands<'a, F> {
     }
 }
 
-/// Replaces a row of logits z by their gradient, `exp_scale exp(z - largest) - scale soft_v r(v)` times the slope of the
-/// function, where `soft_v` is the soft mass of id v and `r(v)` the component's responsibility for it.
+/// Replaces a row of logits z by their gradient, `exp_scale exp(z - largest) - scale soft_v r(v)` times the slope of
+/// the function, where `soft_v` is the soft mass of id v and `r(v)` the component's responsibility for it.
 #[inline(always)]
 fn gradient_row<const SOFT: bool, const MAPPED: bool, F: Float, V: Vector<F>>(
     v: V,

@@ -1,12 +1,12 @@
-//! The log-sum-exp of each row of a tile of logits, after scale, bias and logit function, which is taken while the tile is in the
-//! cache.
+//! The log-sum-exp of each row of a tile of logits, after scale, bias and logit function, which is taken while the tile
+//! is in the cache.
 
 use crate::backend::cpu::vector::logit_map::LogitMap;
 use crate::backend::cpu::vector::math::{exp, finite_or_zero, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 
-/// The kernel that computes the log-sum-exp of one row of a tile of logits. The row then holds the final logits, with minus
-/// infinity in its padding.
+/// The kernel that computes the log-sum-exp of one row of a tile of logits. The row then holds the final logits, with
+/// minus infinity in its padding.
 pub(super) struct TileLogSumExp<'a, F> {
     /// The products of `ids` ids, before scale, bias and logit function, and padding.
     pub(super) row: &'a mut [F],
@@ -38,11 +38,11 @@ impl<F: Float> Kernel<F> for TileLogSumExp<'_, F> {
     }
 }
 
-/// Computes `log sum_v exp(scale z_v + bias_v)` of a row. With `APPLY`, it applies scale and bias in place; otherwise they
-/// have been applied.
+/// Computes `log sum_v exp(scale z_v + bias_v)` of a row. With `APPLY`, it applies scale and bias in place; otherwise
+/// they have been applied.
 ///
-/// It reads the row once, and rescales the running sum whenever a block has a larger maximum. The result is minus infinity
-/// for a row of minus infinities, and NaN if the row has a NaN or plus infinity.
+/// It reads the row once, and rescales the running sum whenever a block has a larger maximum. The result is minus
+/// infinity for a row of minus infinities, and NaN if the row has a NaN or plus infinity.
 #[inline(always)]
 fn log_sum_exp<const APPLY: bool, F: Float, V: Vector<F>>(v: V, row: &mut [F], scale: F, bias: &[F]) -> LogSumExp<F> {
     /// The number of registers per block, which stays in the first-level cache.

@@ -9,7 +9,8 @@ FUNCTION void bias_tanh(GLOBAL const T *z, GLOBAL const T *bias, GLOBAL T *resul
     }
 }
 
-// One thread per element: computes the gradient of the argument of tanh, from its result and the gradient of the result.
+// One thread per element: computes the gradient of the argument of tanh, from its result and the gradient of the
+// result.
 template <typename T>
 FUNCTION void tanh_gradient(GLOBAL const T *result, GLOBAL const T *upstream, GLOBAL T *gradient, i64 count, uint block,
                             uint tid) {

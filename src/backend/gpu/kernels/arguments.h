@@ -24,8 +24,8 @@
 #define BLOCK 256
 #define WARPS (BLOCK / 32)
 
-// A thread that passes over a row reads this many groups of four elements before it computes, BLOCK groups apart, so that
-// enough reads are under way; a block then continues STEP elements later.
+// A thread that passes over a row reads this many groups of four elements before it computes, BLOCK groups apart, so
+// that enough reads are under way; a block then continues STEP elements later.
 #define PARTS 2
 #define STEP (BLOCK * 4 * PARTS)
 

@@ -38,8 +38,8 @@ FUNCTION void pad_rows(GLOBAL const T *from, GLOBAL T *to, i64 count, i64 rows, 
     }
 }
 
-// Copies the first `width` elements of `count` rows of `stride` elements, times the factor of the row if `factors` is not
-// null, rounded to bf16.
+// Copies the first `width` elements of `count` rows of `stride` elements, times the factor of the row if `factors` is
+// not null, rounded to bf16.
 template <typename T>
 FUNCTION void round_rows(GLOBAL const T *from, GLOBAL const float *factors, GLOBAL Brain *to, i64 count, int width,
                          int stride, uint block, uint tid) {

@@ -64,8 +64,8 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, Score
     }
 }
 
-// One thread per row: computes the factor of its gradient, the gradient of its log-prior and, unless the pointer is null,
-// that of its own target's logit.
+// One thread per row: computes the factor of its gradient, the gradient of its log-prior and, unless the pointer is
+// null, that of its own target's logit.
 FUNCTION void log_prior_gradients(Objective objective, Rows rows, GLOBAL float *log_prior_gradient,
                                   GLOBAL float *own_gradient, i64 count, int components, uint block, uint tid) {
     const i64 r = (i64)block * BLOCK + tid, t = r / components;

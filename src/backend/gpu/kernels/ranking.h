@@ -1,5 +1,5 @@
-// The order of ids, as in backend/ranking.rs: the more probable one comes first, and of equals the lower one. Here a NaN
-// comes before all numbers, so that it is found.
+// The order of ids, as in backend/ranking.rs: the more probable one comes first, and of equals the lower one. Here a
+// NaN comes before all numbers, so that it is found.
 
 // An id and its log-probability: the first of those that have been added.
 struct Largest {

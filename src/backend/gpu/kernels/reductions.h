@@ -14,6 +14,7 @@ struct Sum {
 };
 
 FUNCTION Sum shuffled(Sum x, int lane) { return {shuffled(x.largest, lane), shuffled(x.sum, lane)}; }
+
 // The largest of some terms, and a sum over them.
 struct Extent {
     float largest;

@@ -1,13 +1,14 @@
 // The kernels of a gradient of the logits that is not written as such: with targets alone, it is the difference of the
-// softmax and the target, times a factor of the row. The first pass over the logits writes their exponentials relative to a
-// reference, the products take these for the gradient, and the factors multiply the contexts and the results instead.
+// softmax and the target, times a factor of the row. The first pass over the logits writes their exponentials relative
+// to a reference, the products take these for the gradient, and the factors multiply the contexts and the results
+// instead.
 
-// The exponentials of a row are relative to zero, or to one of its logits, but never to a number that is farther from the
-// largest logit than this: they and their sum would leave the range of f32.
+// The exponentials of a row are relative to zero, or to one of its logits, but never to a number that is farther from
+// the largest logit than this: they and their sum would leave the range of f32.
 #define LARGEST_LOGIT 60.f
 
-// What is subtracted from the logits of a row, whose largest is `largest`, before their exponentials: `reference`, if it is
-// near enough.
+// What is subtracted from the logits of a row, whose largest is `largest`, before their exponentials: `reference`, if
+// it is near enough.
 FUNCTION float exponential_reference(float largest, float reference) {
     return absolute(largest - reference) <= LARGEST_LOGIT ? reference : largest;
 }
@@ -52,8 +53,8 @@ FUNCTION void row_exponentials(Logits logits, Objective objective, Rows rows, GL
 }
 
 // One warp per row: subtracts the target from the exponentials of the row, and computes the factor that makes them its
-// gradient, written to `factors` too unless it is null. The exponentials of a row without a gradient become zero, because
-// they may be NaN.
+// gradient, written to `factors` too unless it is null. The exponentials of a row without a gradient become zero,
+// because they may be NaN.
 template <typename T>
 FUNCTION void row_factors(Logits logits, Objective objective, Rows rows, GLOBAL T *exponentials, GLOBAL T *factors,
                           i64 count, uint block, uint tid) {

@@ -1,4 +1,5 @@
-// The kernels that prepare the targets and weights of all positions before the chunks, and weigh their losses after them.
+// The kernels that prepare the targets and weights of all positions before the chunks, and weigh their losses after
+// them.
 
 // One thread per position: computes the row of the target, which is among the `row_count` ids of the vocabulary from
 // `first_row` on, or why there is none; the mass of the target; the weight of the position; and what it adds to the
@@ -23,9 +24,9 @@ FUNCTION void position_targets(GLOBAL const i64 *targets, GLOBAL const float *po
 }
 
 // One block: computes four scalars from all positions. The first is `count`, the denominator of the mean. The second is
-// the factor of all gradients that the reduction gives: `constant_scale`, or for a mean the reciprocal of `count`, and zero if that
-// is zero. The third is a bound on the magnitude of a position's weight, `class_bound` times the largest, or 1 in place of
-// 0, by which others divide. The last is the product of these two.
+// the factor of all gradients that the reduction gives: `constant_scale`, or for a mean the reciprocal of `count`, and
+// zero if that is zero. The third is a bound on the magnitude of a position's weight, `class_bound` times the largest,
+// or 1 in place of 0, by which others divide. The last is the product of these two.
 FUNCTION void reduction_scales(GLOBAL const float *weights, GLOBAL const float *counts, GLOBAL const float *class_bound,
                                int is_mean, float constant_scale, GLOBAL float *scalars, int positions, uint tid,
                                SHARED Extent *warp_extents) {

@@ -225,7 +225,8 @@ fn large_logits_keep_their_precision() {
     }
 }
 
-/// The error of a loss whose logits are about `first` up to the id `late`, `largest` at this id, and far less behind it.
+/// The error of a loss whose logits are about `first` up to the id `late`, `largest` at this id, and far less behind
+/// it.
 pub(super) fn error_of_a_late_logit(gpu: &EmulatedGpu, width: usize, (first, largest): (f32, f32), late: usize) -> f64 {
     let vocab = late + 30;
     let case = Case { dtype: DType::BF16, options: LossOptions::new(), chunk: 2, ..case(3, 2, width, vocab) };
@@ -475,7 +476,8 @@ proptest! {
     fn any_sizes_and_options_work(
         positions in 1usize..9, components in 1usize..6, context in 1usize..12, vocab in 1usize..70, chunk in 1usize..9,
         smoothing in prop_oneof![Just(0.0), 0.0..0.9], z_loss in prop_oneof![Just(0.0), 0.0..0.1],
-        function in prop_oneof![Just(Identity), (2.0..30.0).prop_map(Softcap), Just(Sigsoftmax)], ignore: bool, transposed: bool,
+        function in prop_oneof![Just(Identity), (2.0..30.0).prop_map(Softcap), Just(Sigsoftmax)],
+        ignore: bool, transposed: bool,
         logit_scale in prop_oneof![Just(1.0), 0.1..3.0], rank in 0usize..3,
         reduction in prop_oneof![Just(Reduction::Mean), Just(Reduction::Sum), Just(Reduction::None)],
     ) {

@@ -119,7 +119,7 @@ pub(crate) fn top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
 pub(crate) fn independent_top_k(operands: &Operands, k: usize) -> Result<(Tensor, Tensor)> {
     if is_cpu(operands.device())? {
         let dtype = accumulation_dtype("contexts", operands.contexts.dtype())?;
-        ranking::tensors(&visit(operands, &TopKQuery { k })?, k, dtype, operands.device())
+        ranking::tensors(&visit(operands, &TopKQuery { k })?, &[operands.sizes.positions, k], dtype, operands.device())
     } else {
         top_k(operands, k)
     }

@@ -69,7 +69,7 @@ pub(crate) struct TopKQuery {
 }
 
 impl Visit for TopKQuery {
-    type Output = Vec<(f64, u32)>;
+    type Output = Vec<Ranked>;
 
     fn visit(&self, position: usize, distribution: &dyn Distribution) -> Result<Self::Output> {
         distribution.check(position)?;
@@ -77,12 +77,15 @@ impl Visit for TopKQuery {
     }
 }
 
-/// Makes tensors `[positions, k]` of the most probable ids that were `found` at all positions, in u32, and of their
-/// log-probabilities, in `dtype`.
-pub(super) fn tensors(found: &[Vec<(f64, u32)>], k: usize, dtype: DType, device: &Device) -> Result<(Tensor, Tensor)> {
-    let shape = [found.len(), k];
+/// Makes tensors of this shape of the ranked ids of each position, in u32, and of their log-probabilities, in `dtype`.
+pub(crate) fn tensors(
+    found: &[Vec<Ranked>],
+    shape: &[usize],
+    dtype: DType,
+    device: &Device,
+) -> Result<(Tensor, Tensor)> {
     let (log_probs, ids): (Vec<f64>, Vec<u32>) = found.iter().flatten().copied().unzip();
-    Ok((to_device(ids, &shape, device)?, to_device_as(log_probs, &shape, dtype, device)?))
+    Ok((to_device(ids, shape, device)?, to_device_as(log_probs, shape, dtype, device)?))
 }
 
 /// The least number of tiles per parallel task, so that the work repays its overhead.

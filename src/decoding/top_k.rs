@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::backend::ranking::{Ranked, TopKQuery};
+use crate::backend::ranking::{tensors, Ranked, TopKQuery};
 use crate::error::{Error, Result};
 use crate::tensors::transfer;
 
@@ -76,12 +76,8 @@ impl TopK {
 
     /// Makes tensors of this shape from the ranked ids of each position, with log-probabilities in this dtype.
     pub(crate) fn from_ranked(found: &[Vec<Ranked>], shape: &[usize], dtype: DType, device: &Device) -> Result<Self> {
-        let ids = found.iter().flatten().map(|ranked| ranked.1).collect();
-        let log_probs = found.iter().flatten().map(|ranked| ranked.0).collect();
-        Ok(TopK {
-            token_ids: transfer::to_device::<u32>(ids, shape, device)?,
-            log_probs: transfer::to_device_as(log_probs, shape, dtype, device)?,
-        })
+        let (token_ids, log_probs) = tensors(found, shape, dtype, device)?;
+        Ok(TopK { token_ids, log_probs })
     }
 
     /// Checks that `k` is from 1 to the size of the vocabulary.

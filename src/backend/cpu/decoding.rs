@@ -33,7 +33,7 @@ pub(super) fn top_k<F: Served>(multiplier: Multiplier, planned: &Planned, k: usi
             answers(&TopKQuery { k }, operands.sizes.positions, |reader| visit::<F>(multiplier, planned, None, reader))
         }
     }?;
-    tensors(&ranked, k, F::DTYPE, &Device::Cpu)
+    tensors(&ranked, &[ranked.len(), k], F::DTYPE, &Device::Cpu)
 }
 
 /// Lets a query read each position's distribution, or a shard's part of it.

@@ -27,7 +27,7 @@ pub(in crate::backend) fn bias_tanh<G: Gpu>(gpu: &G, z: &Tensor, bias: &Tensor) 
         columns: columns as i32,
     };
     arguments.launch_for(gpu, z.tensor.dtype(), rows)?;
-    Ok(result.tensor.narrow(0, 0, rows * columns)?.reshape((rows, columns))?)
+    result.shaped((rows, columns))
 }
 
 /// Computes the gradient of the argument of `tanh`, from its result and the gradient of the result, as [`bias_tanh`].
@@ -46,7 +46,7 @@ pub(in crate::backend) fn tanh_gradient<G: Gpu>(gpu: &G, result: &Tensor, upstre
         count: count as i64,
     };
     arguments.launch_for(gpu, result.tensor.dtype(), count.div_ceil(BLOCK))?;
-    Ok(gradient.tensor.narrow(0, 0, count)?.reshape(shape)?)
+    gradient.shaped(shape)
 }
 
 /// Computes the log-softmax of each row of `z + bias`, in f32, for `z` `[rows, n]` and `bias` `[n]`; in f64, which has
@@ -66,7 +66,7 @@ pub(in crate::backend) fn log_softmax<G: Gpu>(gpu: &G, z: &Tensor, bias: Option<
         columns: columns as i32,
     };
     arguments.launch_for(gpu, z.tensor.dtype(), rows.div_ceil(WARPS))?;
-    Ok(result.tensor.narrow(0, 0, rows * columns)?.reshape((rows, columns))?)
+    result.shaped((rows, columns))
 }
 
 /// Computes the gradient of the argument of the log-softmax in `dtype`, from its result and the gradient of the result,
@@ -92,5 +92,5 @@ pub(in crate::backend) fn log_softmax_gradient<G: Gpu>(
         columns: columns as i32,
     };
     arguments.launch_for(gpu, dtype, rows.div_ceil(WARPS))?;
-    Ok(gradient.tensor.narrow(0, 0, rows * columns)?.reshape((rows, columns))?)
+    gradient.shaped((rows, columns))
 }

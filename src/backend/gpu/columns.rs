@@ -144,7 +144,7 @@ impl DeviceColumns {
         if rows == 0 {
             return Ok(Tensor::zeros((0, width), dtype, padded.tensor.device())?);
         }
-        let shaped = padded.tensor.narrow(0, 0, rows * stride)?.reshape((rows, stride))?;
+        let shaped = padded.shaped((rows, stride))?;
         if stride == width || !is_final || self.decoder.tensor.dtype() != DType::BF16 {
             return Ok(shaped.narrow(D::Minus1, 0, width)?);
         }
@@ -187,7 +187,7 @@ impl DeviceColumns {
 
     /// The bias's gradient `[vocab]`, f32, in that of the decoder: the column that the contexts' column of ones gives.
     pub(super) fn bias_gradient(&self, decoder: &Buffer, vocab: usize) -> Result<Tensor> {
-        let decoder = decoder.tensor.narrow(0, 0, vocab * self.stride)?.reshape((vocab, self.stride))?;
+        let decoder = decoder.shaped((vocab, self.stride))?;
         Ok(decoder.narrow(1, self.width, 1)?.flatten_all()?.to_dtype(DType::F32)?)
     }
 

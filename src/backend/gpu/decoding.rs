@@ -22,7 +22,7 @@ pub(in crate::backend) fn top_k<G: Gpu>(gpu: &G, operands: &Operands, k: usize) 
     if k > MAX_K_ON_DEVICE {
         let positions = operands.sizes.positions;
         let found = answers(&TopKQuery { k }, positions, |reader| visit(gpu, operands, reader))?;
-        return tensors(&found, k, DType::F32, operands.device());
+        return tensors(&found, &[positions, k], DType::F32, operands.device());
     }
     let (ids, log_probs) = ranked(gpu, &plan(gpu, operands, Task::TopK { k }, None)?, k)?;
     // Reading back synchronizes. A NaN is ranked first.
@@ -43,8 +43,7 @@ pub(super) fn ranked<G: Gpu>(gpu: &G, planned: &Planned, k: usize) -> Result<(Te
     let chunks = Chunks::new(gpu, planned)?;
     let all_log_probs = chunks.log_prob_rows()?;
     plan.chunks().try_for_each(|positions| chunks.top_k(positions, k, &all_log_probs, &ids, &log_probs))?;
-    let shaped = |buffer: Buffer| buffer.tensor.narrow(0, 0, positions * k)?.reshape((positions, k));
-    Ok((shaped(ids)?, shaped(log_probs)?))
+    Ok((ids.shaped((positions, k))?, log_probs.shaped((positions, k))?))
 }
 
 /// Reads the log-probabilities of all ids on the host, where a query reads them.

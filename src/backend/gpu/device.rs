@@ -1,6 +1,6 @@
 //! The interface of a GPU that the chunks use.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 
 use super::arguments::Argument;
 use crate::backend::operands::Sizes;
@@ -113,6 +113,12 @@ impl Buffer {
     /// The buffer of an optional tensor.
     pub(super) fn from_option<G: Gpu>(gpu: &G, tensor: &Option<Tensor>) -> Result<Option<Self>> {
         tensor.clone().map(|tensor| Buffer::new(gpu, tensor)).transpose()
+    }
+
+    /// The first elements as a tensor of this shape.
+    pub(super) fn shaped(&self, shape: impl Into<Shape>) -> Result<Tensor> {
+        let shape = shape.into();
+        Ok(self.tensor.narrow(0, 0, shape.elem_count())?.reshape(shape)?)
     }
 
     /// The address of an element.

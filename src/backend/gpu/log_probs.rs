@@ -16,7 +16,7 @@ pub(in crate::backend) fn log_probs<G: Gpu>(gpu: &G, planned: &Planned, dtype: D
     let to = Buffer::unwritten(gpu, positions * vocab, dtype, planned.device())?;
     let chunks = Chunks::new(gpu, planned)?;
     planned.plan.chunks().try_for_each(|positions| chunks.log_probs(positions, &to))?;
-    Ok(to.tensor.narrow(0, 0, positions * vocab)?.reshape((positions, vocab))?)
+    to.shaped((positions, vocab))
 }
 
 /// Computes the scores `[positions, n + 3]` from the first product, and whether each candidate is the most probable id,

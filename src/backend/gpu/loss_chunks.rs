@@ -171,7 +171,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     pub(super) fn own_gradient(&self) -> Result<Option<Tensor>> {
         let Sizes { positions, components, .. } = self.chunks.inputs.sizes;
         let Some(own) = self.gradients.as_ref().and_then(|gradients| gradients.own.as_ref()) else { return Ok(None) };
-        let gradient = own.tensor.narrow(0, 0, positions * components)?.reshape((positions, components))?;
+        let gradient = own.shaped((positions, components))?;
         Ok(Some(gradient.broadcast_mul(&self.objective.factor)?))
     }
 
@@ -179,9 +179,8 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     pub(super) fn into_gradients(self) -> Result<Gradients> {
         let Sizes { positions, components, vocab, .. } = self.chunks.inputs.sizes;
         let Some(gradients) = self.gradients else { return Ok(Gradients::default()) };
-        let shaped = |gradient: Option<Buffer>, shape: &[usize]| {
-            gradient.map(|g| g.tensor.narrow(0, 0, shape.iter().product())?.reshape(shape)).transpose()
-        };
+        let shaped =
+            |gradient: Option<Buffer>, shape: &[usize]| gradient.map(|gradient| gradient.shaped(shape)).transpose();
         let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
         let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
         let (gpu, is_final) = (self.chunks.gpu, gradients.sums == Sums::Final);

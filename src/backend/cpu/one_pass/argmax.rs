@@ -15,11 +15,11 @@
 
 use super::exponentials::FirstProductResults;
 use super::format::{FirstOperands, Format};
-use super::layout::Panel;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
 use crate::backend::cpu::operands::dtype::Accumulator;
+use crate::backend::cpu::products::panel::Panel;
 use crate::backend::cpu::vector::logit_map::ApplyLogitMap;
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::operands::Sizes;

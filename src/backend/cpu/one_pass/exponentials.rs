@@ -1,10 +1,10 @@
 //! The kernels that turn a tile of logits into scaled exponentials, in place, while it is in the cache, and the sums of
 //! the exponentials: the log-sum-exp of each row.
 
-use super::layout::{ChunkIds, Layout, Panel};
+use super::layout::{ChunkIds, Layout};
 use super::top_logits::TopLogits;
 use crate::backend::cpu::objective::components::Components;
-use crate::backend::cpu::products::panel::lanes;
+use crate::backend::cpu::products::panel::{lanes, Panel};
 use crate::backend::cpu::vector::logit_map::{before_sigsoftmax, LogitMap};
 use crate::backend::cpu::vector::math::{exp, exp_or_zero, finite_or_zero, not_negative, weighted, LogSumExp};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};

@@ -5,11 +5,12 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::layout::{Blocks, Panel};
+use super::layout::Blocks;
 use super::rows::Factors;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::BufferElement;
 use crate::backend::cpu::operands::dtype::Accumulator;
+use crate::backend::cpu::products::panel::Panel;
 
 /// The products of a unit, and the form of their operands.
 pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {

@@ -5,13 +5,13 @@ use std::ops::Range;
 
 use super::exponentials::FirstProductResults;
 use super::format::{Format, GradientTile, ThirdOperands, TileGradient};
-use super::layout::{Layout, ListedId, Panel};
+use super::layout::{Layout, ListedId};
 use super::rows::{ChunkRows, GradientRow};
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::objective::results::{ColumnGradient, DecoderGradients};
 use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::transpose::transpose;
-use crate::backend::cpu::products::panel::{lanes, Left};
+use crate::backend::cpu::products::panel::{lanes, Left, Panel};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::parallel;
 

@@ -5,6 +5,7 @@
 use std::ops::Range;
 
 use crate::backend::cpu::objective::targets::ListedIds;
+use crate::backend::cpu::products::panel::Panel;
 use crate::backend::operands::{NeedsGrad, Sizes};
 
 /// The maximum number of ids of a tile.
@@ -55,17 +56,6 @@ pub(crate) struct Layout {
     pieces: usize,
     /// The number of ids whose gradients the third product computes at a time.
     group_ids: usize,
-}
-
-/// Rows that are computed together, as the columns of a tile.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Panel {
-    /// The index of its first row in the chunk, and of its first column when all panels lie side by side.
-    pub(super) first: usize,
-    /// The number of its rows.
-    pub(super) rows: usize,
-    /// The number of its columns: `rows`, rounded up to a multiple of [`Layout::lanes`].
-    pub(super) width: usize,
 }
 
 impl Layout {

@@ -45,7 +45,7 @@ use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::objective::{Scored, Task};
 use crate::backend::operands::Sizes;
 use crate::backend::plan::{Planned, Steps};
-use crate::backend::ranking::order;
+use crate::backend::ranking::{order, Ranked};
 use crate::backend::shard::VocabShard;
 use crate::backend::shared_rows::join;
 use crate::error::Result;
@@ -174,7 +174,7 @@ pub(super) struct OnePass<'a, F: Accumulator, X: Format<F>> {
 pub(super) trait Pass<'a, F: Accumulator>: Steps {
     /// Returns the `k` most probable ids of each of the chunk's positions and their log-probabilities, in descending
     /// order.
-    fn most_probable(&self, k: usize) -> Result<Vec<Vec<(f64, u32)>>>;
+    fn most_probable(&self, k: usize) -> Result<Vec<Vec<Ranked>>>;
 
     /// Returns whether each candidate of the chunk's positions is the argmax, `[positions, n]`, if that is requested.
     fn are_argmax(&self, candidates: &Candidates) -> Vec<u8>;
@@ -272,7 +272,7 @@ impl<'a, F: Accumulator, X: Format<F>> OnePass<'a, F, X> {
 }
 
 impl<'a, F: Accumulator, X: Format<F>> Pass<'a, F> for OnePass<'a, F, X> {
-    fn most_probable(&self, k: usize) -> Result<Vec<Vec<(f64, u32)>>> {
+    fn most_probable(&self, k: usize) -> Result<Vec<Vec<Ranked>>> {
         let Some(first_product) = &self.chunk.first_product else { return Ok(vec![]) };
         let rank_position = |(row, &position): (usize, &usize)| {
             let (lse, log_prior) = (first_product.lse(row), self.inputs.log_priors[position]);

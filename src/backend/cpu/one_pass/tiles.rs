@@ -7,11 +7,12 @@ use candle_core::DType;
 use half::bf16;
 
 use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
-use super::layout::{Blocks, Panel};
+use super::layout::Blocks;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
+use crate::backend::cpu::products::panel::Panel;
 use crate::backend::cpu::tiles::product::{steps, Operand, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};

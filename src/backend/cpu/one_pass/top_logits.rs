@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::layout::Panel;
+use crate::backend::cpu::products::panel::Panel;
 use crate::backend::operands::Real;
 use crate::backend::ranking::{Ranked, Ranking};
 

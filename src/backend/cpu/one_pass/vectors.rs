@@ -5,14 +5,14 @@ use std::ops::Range;
 
 use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
 use super::gradients::{AddWeightedSums, ScaleRows};
-use super::layout::{Blocks, Panel};
+use super::layout::Blocks;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::decoder::Block;
 use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::transpose::transpose;
 use crate::backend::cpu::products::multiplier::Vectors;
-use crate::backend::cpu::products::panel::{Left, PanelProduct, Registers, Start};
+use crate::backend::cpu::products::panel::{Left, Panel, PanelProduct, Registers, Start};
 use crate::backend::parallel;
 
 /// The maximum number of columns of the decoder that the first product sums over at a time, so that the packed contexts

@@ -50,6 +50,17 @@ fn in_registers<F: Float, V: Vector<F>>() -> (usize, usize) {
     }
 }
 
+/// Rows of a chunk that are computed together: their contexts, or their logits, are the columns of a panel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Panel {
+    /// The index of its first row in the chunk, and of its first column when all panels lie side by side.
+    pub(crate) first: usize,
+    /// The number of its rows.
+    pub(crate) rows: usize,
+    /// The number of its columns: `rows`, rounded up to whole registers, or to whole squares of a tile unit.
+    pub(crate) width: usize,
+}
+
 /// Returns the number of lanes of a register.
 #[inline(always)]
 pub(crate) fn lanes<F: Float, V: Vector<F>>() -> usize {

@@ -1,7 +1,7 @@
 //! The first product for panels of contexts: the lanes of a register are rows, and each element of the decoder is
 //! broadcast to them from where it lies.
 
-use super::panel::{lanes, Left, PanelProduct, Start};
+use super::panel::{lanes, Left, Panel, PanelProduct, Start};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
@@ -10,20 +10,9 @@ use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 /// are larger.
 const MOST_DEPTH: usize = 512;
 
-/// The rows of a panel, whose contexts are its columns.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ContextPanel {
-    /// The index of its first row.
-    pub(crate) first: usize,
-    /// The number of its rows.
-    pub(crate) rows: usize,
-    /// The number of its columns: `rows`, rounded up to whole registers.
-    pub(crate) width: usize,
-}
-
 /// Computes `to[row, id] = contexts[row] . decoder[id]` for the rows of a panel and some ids.
 pub(crate) struct RowsInLanes<'a, 'b, F> {
-    pub(crate) panel: ContextPanel,
+    pub(crate) panel: Panel,
     /// `[d, width]`
     pub(crate) contexts: &'a [F],
     /// The rows of the decoder, in blocks of columns.
@@ -63,7 +52,7 @@ impl<F: Float> RowsInLanes<'_, '_, F> {
 
 /// Writes products `[ids, width]` to the rows of a panel.
 struct StoreTransposed<'a, 'b, F> {
-    panel: ContextPanel,
+    panel: Panel,
     products: &'a [F],
     first_id: usize,
     to: &'a mut ViewMut<'b, F>,
@@ -74,7 +63,7 @@ impl<F: Float> Kernel<F> for StoreTransposed<'_, '_, F> {
 
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) {
-        let StoreTransposed { panel: ContextPanel { first, rows, width }, products, first_id, to } = self;
+        let StoreTransposed { panel: Panel { first, rows, width }, products, first_id, to } = self;
         let lanes = lanes::<F, V>();
         for (block, products) in products.chunks(lanes * width).enumerate() {
             let ids = products.len() / width;

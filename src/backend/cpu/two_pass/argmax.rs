@@ -6,6 +6,7 @@ use std::ops::Range;
 use super::mix::{largest_term, least_term, PositionLogits};
 use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
 use crate::backend::cpu::objective::components::Components;
+use crate::backend::cpu::products::panel::lanes;
 use crate::backend::cpu::vector::simd::{Float, Vector};
 use crate::backend::ranking::precedes;
 
@@ -45,15 +46,15 @@ impl<F: Float, V: Vector<F>, C: ExactSizeIterator<Item = (F, F)> + Clone> IdValu
     /// Computes the values of the ids of register `i` as numbers, and returns how many of these a register has.
     #[inline(always)]
     fn lanes(&self, i: usize) -> ([F; 16], usize) {
-        let (mut lanes, n) = ([F::zero(); 16], size_of::<V::Reg>() / size_of::<F>());
-        self.v.store_partial(self.register(i), &mut lanes[..n]);
-        (lanes, n)
+        let (mut values, n) = ([F::zero(); 16], lanes::<F, V>());
+        self.v.store_partial(self.register(i), &mut values[..n]);
+        (values, n)
     }
 
     /// Computes the value of an id.
     #[inline(always)]
     fn value(&self, id: usize) -> F {
-        let n = size_of::<V::Reg>() / size_of::<F>();
+        let n = lanes::<F, V>();
         self.lanes(id / n).0[id % n]
     }
 
@@ -135,7 +136,7 @@ impl<F: Float> PositionLogits<'_, F> {
         }
         let (value, id) = leader;
         // The leader's register has lower and higher ids; all of the registers before it have lower ones.
-        let (neighbours, lanes) = values.lanes(id / (size_of::<V::Reg>() / size_of::<F>()));
+        let (neighbours, lanes) = values.lanes(id / lanes::<F, V>());
         let own = id / lanes;
         for (neighbour, &other) in (own * lanes..).zip(&neighbours[..lanes]) {
             if neighbour != id && precedes((other, neighbour), leader) {

@@ -19,8 +19,9 @@ use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::operands::transpose::transpose;
 use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::products::multiplier::Vectors;
+use crate::backend::cpu::products::panel::Panel;
 use crate::backend::cpu::products::panel::{Left, Registers};
-use crate::backend::cpu::products::rows_in_lanes::{ContextPanel, RowsInLanes, WidenRow};
+use crate::backend::cpu::products::rows_in_lanes::{RowsInLanes, WidenRow};
 use crate::backend::cpu::vector::math::LogSumExp;
 use crate::backend::cpu::vector::simd::{Float, Isa};
 use crate::backend::parallel;
@@ -138,7 +139,7 @@ pub(crate) enum PackedContexts<'c, F: Copy> {
 /// Contexts whose rows are lanes of registers.
 pub(crate) struct Panels<F> {
     d: usize,
-    panels: Vec<ContextPanel>,
+    panels: Vec<Panel>,
     /// The panels one after the other, each `[d, width]`.
     packed: Aligned<F>,
 }
@@ -235,9 +236,9 @@ impl<F: Float> Panels<F> {
         let start = |panel: usize| panel * vectors / count * lanes;
         let panel = |i: usize| {
             let (first, end) = (start(i), start(i + 1));
-            ContextPanel { first, rows: end.min(rows) - first, width: end - first }
+            Panel { first, rows: end.min(rows) - first, width: end - first }
         };
-        let panels: Vec<ContextPanel> = (0..count).map(panel).collect();
+        let panels: Vec<Panel> = (0..count).map(panel).collect();
         let mut packed: Aligned<F> = Aligned::zeros(vectors * lanes * d);
         let mut rest = &mut packed[..];
         let mut pack = Vec::with_capacity(count);

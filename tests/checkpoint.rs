@@ -158,6 +158,18 @@ fn a_merged_file_holds_the_whole() {
 }
 
 #[test]
+fn a_merge_writes_no_file_of_its_checkpoint() {
+    let folder = Folder::new("merge-onto-itself");
+    let whole = whole(5, DType::F32);
+    saved(&folder.file(INDEX), 2, &whole);
+    let checkpoint = ShardedCheckpoint::open(folder.file(INDEX)).unwrap();
+    for name in [INDEX, "head.1-00002-of-00002.safetensors"] {
+        message(checkpoint.merge(folder.file(name)), "a file that is not part of the checkpoint");
+    }
+    assert_loads(&folder.file(INDEX), 3, &whole);
+}
+
+#[test]
 fn a_merge_that_fails_leaves_the_file_before() {
     let folder = Folder::new("merge-fails");
     let whole = whole(5, DType::F32);

@@ -5,7 +5,8 @@ mod common;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor, D};
+use approx::assert_abs_diff_eq;
+use candle_core::{DType, Device, Tensor, Var, D};
 use common::case::{upstream, weights, Case, Head, Logits, Sizes, HEADS};
 use common::check::{backward, build, gradients};
 use common::compare::{assert_close, Tolerance};
@@ -123,6 +124,36 @@ on_each_device! {
         let bad = LossOptions::new().with_class_weights(Tensor::ones((3, 1), DType::F32, device)?);
         let error = Loss::from_nll(&nll, &targets, &bad).expect_err("a matrix");
         assert!(matches!(error, Error::Shape { argument: "class_weights", .. }), "{error:?}");
+        // A target without a class weight is named.
+        let options = LossOptions::new().with_class_weights(Tensor::ones(2, DType::F32, device)?).with_ignore_index(7);
+        for (ids, expected) in [([0i64, 9], Some(9)), ([0, -1], Some(-1)), ([0, 7], None)] {
+            let result = Loss::from_nll(&nll, &Tensor::new(&ids, device)?, &options);
+            match (result, expected) {
+                (Err(Error::Target { argument: "targets", position: 1, got, vocab_size: 2 }), Some(id)) => {
+                    assert_eq!(got, id)
+                }
+                (Ok(_), None) => {}
+                (result, _) => panic!("{ids:?}: {result:?}"),
+            }
+        }
+        Ok(())
+    }
+
+    fn a_loss_from_nlls_is_summed_in_f32_or_better(device: &Device) -> Result<()> {
+        let n = 5000;
+        let targets = Tensor::zeros(n, DType::U32, device)?;
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            let nll = Tensor::from_iter((0..n).map(|i| (i % 7) as f32), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+            let nll = Var::from_tensor(&nll)?;
+            let loss = Loss::from_nll(&nll, &targets, &LossOptions::new())?;
+            let sum: f64 = (0..n).map(|i| (i % 7) as f64).sum();
+            assert_eq!(numbers(&loss.sum), [sum], "{dtype:?}");
+            assert_eq!(numbers(&loss.count), [n as f64], "{dtype:?}");
+            assert_abs_diff_eq!(numbers(&loss.value)[0], sum / n as f64, epsilon = 1e-6);
+            let gradient = numbers(loss.backward()?.get(&nll).expect("a gradient"));
+            let expected = numbers(&Tensor::new(1.0 / n as f32, &Device::Cpu)?.to_dtype(dtype)?)[0];
+            assert!(gradient.iter().all(|g| (g - expected).abs() <= 1e-2 * expected), "{dtype:?}");
+        }
         Ok(())
     }
 

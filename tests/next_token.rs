@@ -330,6 +330,17 @@ fn threads_with_their_own_requests_do_not_disturb_each_other() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn the_entropy_of_one_possible_id_is_zero_and_not_minus_zero() -> Result<()> {
+    for logits in [vec![0.0f64], vec![f64::NEG_INFINITY, 0.0, f64::NEG_INFINITY]] {
+        let request = TokenRequest::new(Sampling::new(), 0)?.with_entropy(true);
+        let log_probs = Tensor::new(&[&logits[..]], &Device::Cpu)?;
+        let token = &NextToken::from_log_probs(&log_probs, &[&request])?[0];
+        assert_eq!(token.entropy.map(f64::to_bits), Some(0.0f64.to_bits()), "{logits:?}");
+    }
+    Ok(())
+}
+
 /// The lowest of equal ids comes first, and ids of probability zero come last.
 #[test]
 fn the_best_ids_are_those_of_a_full_sort() -> Result<()> {

@@ -7,7 +7,6 @@ mod values;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor};
 use mos_head::parts::{Decoder, LowRankAdapter};
 use mos_head::{Error, OutputLayer, Result, SoftmaxHead};
@@ -78,13 +77,34 @@ fn an_adapter_that_is_saved_is_read_again() -> Result<()> {
             let loaded = LowRankAdapter::load(&folder.0, head.decoder())?;
             assert_eq!((numbers(loaded.a()), numbers(loaded.b())), (numbers(adapter.a()), numbers(adapter.b())));
             assert_eq!((loaded.a().dtype(), loaded.b().dtype()), (dtype, dtype));
-            assert_abs_diff_eq!(loaded.scale(), scale, epsilon = 1e-15);
+            assert_eq!(loaded.scale(), scale);
             let hidden = random(4, HIDDEN).to_dtype(dtype)?;
             let adapted =
                 |adapter| -> Result<_> { Ok(numbers(&head.clone().with_adapter(adapter)?.log_probs(&hidden)?)) };
             assert_eq!(adapted(loaded)?, adapted(adapter)?);
         }
     }
+    Ok(())
+}
+
+/// The file has the product of scale and rank, which is rounded.
+#[test]
+fn a_scale_is_read_to_rounding() -> Result<()> {
+    let folder = Folder::new("scales");
+    for scale in (1..100).map(|i| f64::from(i) * 0.0137) {
+        LowRankAdapter::from_tensors(random(3, HIDDEN), random(VOCAB, 3), scale)?.save(&folder.0)?;
+        let loaded = LowRankAdapter::load(&folder.0, &decoder(DType::F32))?.scale();
+        assert!((loaded - scale).abs() <= f64::EPSILON * scale, "{loaded} {scale}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_scale_that_peft_cannot_hold_is_an_error() -> Result<()> {
+    let folder = Folder::new("large-scale");
+    let adapter = LowRankAdapter::from_tensors(random(3, HIDDEN), random(VOCAB, 3), 1e308)?;
+    let error = adapter.save(&folder.0).expect_err("3e308");
+    assert!(matches!(error, Error::Config { argument: "scale", .. }), "{error:?}");
     Ok(())
 }
 

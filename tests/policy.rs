@@ -14,7 +14,7 @@ use common::{exact, on, on_each_device};
 use mos_head::policy::{PolicyBatch, PolicyNormalization, PolicyOptions};
 use mos_head::score::{ChunkTerms, ScoreOptions};
 use mos_head::{
-    Distributions, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Result,
+    Distributions, Loss, LossOptions, MixtureConfig, MixtureLayer, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxHead,
 };
 
 const LEADING: (usize, usize) = (4, 7);
@@ -205,6 +205,47 @@ fn large_ratios_stay_finite() -> Result<()> {
     let gradients = loss.backward()?;
     for gradient in problem.gradients(&gradients) {
         assert!(gradient.iter().all(|x| x.is_finite()) && gradient.iter().any(|x| *x != 0.0), "{gradient:?}");
+    }
+    Ok(())
+}
+
+/// A token that the policy or the reference makes impossible has the loss of the formula.
+#[test]
+fn impossible_tokens_have_the_loss_of_the_formula() -> Result<()> {
+    let weight = Tensor::zeros((3, 2), DType::F64, &Device::Cpu)?;
+    let hidden = Var::from_tensor(&Tensor::ones((2, 2), DType::F64, &Device::Cpu)?)?;
+    let row = |x: [f64; 2]| Tensor::new(&x, &Device::Cpu);
+    let loss = |bias: [f64; 3], advantages, old: Option<[f64; 2]>, reference: Option<[f64; 2]>, kl| -> Result<_> {
+        let head = SoftmaxHead::from_tensors(weight.clone(), Some(Tensor::new(&bias, &Device::Cpu)?))?;
+        let mut batch = PolicyBatch::new(Tensor::new(&[1u32, 0], &Device::Cpu)?, row(advantages)?);
+        if let Some(old) = old {
+            batch = batch.with_old_log_probs(row(old)?);
+        }
+        if let Some(reference) = reference {
+            batch = batch.with_reference_log_probs(row(reference)?);
+        }
+        let loss = head.policy_loss(&hidden, &batch, &PolicyOptions::new().with_kl(kl))?;
+        let gradients = numbers(loss.backward()?.get(&hidden).expect("a gradient"));
+        assert!(gradients.iter().all(|x| x.is_finite()), "{gradients:?}");
+        Ok(numbers(&loss.value)[0])
+    };
+    let (impossible, old) = ([0.0, f64::NEG_INFINITY, 0.0], Some([-1.0, -1.0]));
+    let ratio = (0.5f64.ln() + 1.0).exp();
+    // The ratio of the first token is 0, and that of the second is clipped at 1.2.
+    assert_abs_diff_eq!(loss(impossible, [1.0, 1.0], old, None, 0.0)?, -0.5 * ratio.min(1.2), epsilon = 1e-12);
+    assert_abs_diff_eq!(loss(impossible, [-1.0, -1.0], old, None, 0.0)?, 0.5 * (0.8 + ratio), epsilon = 1e-12);
+    for (bias, reference) in [([0.0; 3], [f64::NEG_INFINITY, -1.0]), (impossible, [-1.0, -1.0])] {
+        assert_eq!(loss(bias, [1.0, 1.0], None, Some(reference), 0.1)?, f64::INFINITY, "{reference:?}");
+    }
+    // What is not a number stays so.
+    let head = SoftmaxHead::from_tensors(weight, None)?;
+    let batch = PolicyBatch::new(Tensor::new(&[1u32, 0], &Device::Cpu)?, row([1.0, 1.0])?);
+    let nan = row([f64::NAN, -1.0])?;
+    for (batch, kl) in
+        [(batch.clone().with_old_log_probs(nan.clone()), 0.0), (batch.with_reference_log_probs(nan), 0.1)]
+    {
+        let loss = head.policy_loss(&hidden, &batch, &PolicyOptions::new().with_kl(kl))?;
+        assert!(numbers(&loss.value)[0].is_nan());
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ use serde_json::{json, Map, Value};
 use super::adapter::LowRankAdapter;
 use super::Decoder;
 use crate::error::{Error, Result};
+use crate::tensors::checks::check_number;
 use crate::tensors::tensor_file::{tensor_from_bytes, write_error, write_values, PendingFile, TensorEntry, TensorFile};
 
 /// PEFT's name of the file of tensors.
@@ -26,12 +27,13 @@ const PREFIX: &str = "base_model.model.";
 impl LowRankAdapter {
     /// Writes the adapter to a folder as PEFT does, for the decoder of a model of Hugging Face:
     /// `adapter_model.safetensors` with `base_model.model.lm_head.lora_A.weight` and `.lora_B.weight`, and
-    /// `adapter_config.json` with `r`, `lora_alpha` (the scale times r) and `target_modules`. The folder is created if
-    /// it does not exist; each file replaces an older one once it is complete.
+    /// `adapter_config.json` with `r`, `lora_alpha` (the scale times r, rounded) and `target_modules`. The folder is
+    /// created if it does not exist; each file replaces an older one once it is complete.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if a file cannot be written.
+    /// [`Error::Checkpoint`] if a file cannot be written, [`Error::Config`] if the product of scale and rank is not
+    /// finite.
     ///
     /// # Examples
     ///
@@ -56,6 +58,8 @@ impl LowRankAdapter {
     /// ```
     pub fn save(&self, folder: impl AsRef<Path>) -> Result<()> {
         let folder = folder.as_ref();
+        let expected = "a number whose product with the rank is finite";
+        check_number(self.alpha().is_finite(), "scale", expected, self.scale())?;
         std::fs::create_dir_all(folder)
             .map_err(|error| Error::checkpoint(folder, "a folder that can be made", error))?;
         let path = folder.join(TENSORS);
@@ -77,9 +81,14 @@ impl LowRankAdapter {
         config.put_in_place()
     }
 
+    /// Returns PEFT's alpha.
+    fn alpha(&self) -> f64 {
+        self.scale() * self.rank() as f64
+    }
+
     /// Returns the fields that tell PEFT what the tensors are; all others have PEFT's defaults.
     fn peft_config(&self) -> Value {
-        let alpha = self.scale() * self.rank() as f64;
+        let alpha = self.alpha();
         // PEFT writes a whole number where it can.
         let is_whole = alpha.fract() == 0.0 && alpha.abs() < (1u64 << 53) as f64;
         json!({

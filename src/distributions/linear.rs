@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::loss::{CountedPositions, Loss};
 use crate::scores::{LogProbLoss, ScoreLoss, Scores};
 use crate::tensors::checks::accumulation_dtype;
-use crate::tensors::transfer::number_like;
+use crate::tensors::transfer::{number_like, sum_all};
 
 /// Computes a loss of these scores, of positions with these leading dimensions.
 pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -> Result<(Loss, Tensor)> {
@@ -70,7 +70,7 @@ fn linear_loss(
     let (values, derivatives) = terms()?;
     let sum = match counted {
         Some(counted) => counted.weighted_sum(&values)?,
-        None => values.sum_all()?,
+        None => sum_all(&values)?,
     };
     // The value is `sum`. The linear function, which is subtracted again, gives it its gradient. A column without a
     // derivative is left out: it may be infinite.

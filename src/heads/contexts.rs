@@ -298,7 +298,9 @@ impl<P: Projection + From<Contexts> + AsRef<Contexts>> Head<P> {
     }
 
     /// Returns the parameters, to export, freeze, tie or watch: tensors that share their storage with the head, except
-    /// computed rows and quantised ones, which each call dequantises to f32: about four times the memory of Q8_0.
+    /// computed rows and quantised ones, which each call dequantises to f32: about four times the memory of Q8_0. The
+    /// scale and the function of the logits, an adapter and the dropout are not among them:
+    /// [`Head::from_tensors`] makes a head without these.
     ///
     /// # Shapes
     ///

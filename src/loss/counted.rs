@@ -63,8 +63,7 @@ impl CountedPositions {
             // A GPU cannot launch zero blocks.
             return Ok(Tensor::zeros((), objective.dtype(), objective.device())?);
         }
-        // The sum is in f64 on the CPU; not every GPU has this dtype.
-        let dtype = if objective.device().is_cpu() { DType::F64 } else { objective.dtype() };
+        let dtype = transfer::sum_dtype(objective);
         let weighted = (objective.to_dtype(dtype)? * self.scales.to_dtype(dtype)?)?;
         Ok(weighted.sum_all()?.to_dtype(objective.dtype())?)
     }

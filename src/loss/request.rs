@@ -11,7 +11,9 @@ use super::positions::{OutputShape, Positions, Reduction};
 use super::results::Loss;
 use crate::backend::objective::TargetLoss;
 use crate::error::{Error, OptionName, Result};
-use crate::tensors::checks::{check_float, leading};
+use crate::tensors::autograd::converted;
+use crate::tensors::checks::{check_float, leading, read_ids};
+use crate::tensors::transfer::{accurate_dtype, sum_all};
 
 /// The arguments of a loss over targets, which have been checked.
 #[derive(Debug)]
@@ -102,7 +104,7 @@ impl<'a> Request<'a> {
         }
         // A weight of zero removes even an infinite loss.
         let objective = weights.ne(0f64)?.where_cond(&(&nll * &weights)?, &zeros)?;
-        let (sum, count) = (objective.sum_all()?, weights.sum_all()?);
+        let (sum, count) = (sum_all(&objective)?, sum_all(&weights)?);
         let value = self.positions.value(&sum, &count, None, || Ok(objective))?;
         let value = if options.train { value } else { value.detach() };
         Ok(Loss { is_evaluation: !options.train, ..Loss::new(value, sum, count, nll) })
@@ -153,18 +155,22 @@ impl Loss {
     ///
     /// # Shapes
     ///
-    /// - nll: `[..]`, of the targets' shape; f32 or f64, differentiable
+    /// - nll: `[..]`, of the targets' shape, differentiable; f16 and bf16 are computed in f32
     /// - targets: `[..]`; u8, u32 or i64
     ///
     /// # Errors
     ///
     /// If shapes, dtypes or devices do not match, or an option is out of range. [`Error::Unsupported`] for options that
-    /// need more than the negative log-likelihoods: label smoothing, z-loss, correct predictions, sampled losses. The
-    /// head itself must check that targets are in the vocabulary.
+    /// need more than the negative log-likelihoods: label smoothing, z-loss, correct predictions, sampled losses.
+    /// [`Error::Target`] if a target has no class weight, for which the call waits for the targets; without class
+    /// weights the head itself must check that targets are in the vocabulary.
     pub fn from_nll(nll: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Self> {
         check_float("nll", nll)?;
         let request = Request::without_vocab(nll.dims(), nll, targets, options)?;
         request.check_support("Loss::from_nll", &[])?;
-        request.loss_from_nll(nll)
+        if let Some(class_weights) = &options.class_weights {
+            read_ids("targets", targets, options.positions.ignore_index, class_weights.elem_count())?;
+        }
+        request.loss_from_nll(&converted(nll, accurate_dtype(nll))?)
     }
 }

@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor, TensorId, Var};
 use crate::error::{Error, Result};
 use crate::tensors::autograd;
 use crate::tensors::checks::{check_alike, read_ids};
+use crate::tensors::transfer::sum_all;
 
 /// The results of a loss, all from one pass. They are tensors, so that the caller decides when to read them: f32, or
 /// f64 for heads in f64.
@@ -145,7 +146,7 @@ impl Loss {
         // A GPU cannot launch zero blocks.
         let correct = match is_correct.elem_count() {
             0 => self.sum.zeros_like()?,
-            _ => is_correct.to_dtype(self.sum.dtype())?.sum_all()?,
+            _ => sum_all(&is_correct.to_dtype(self.sum.dtype())?)?,
         };
         Ok(Loss { is_correct: Some(is_correct), correct: Some(correct), ..self })
     }

@@ -1,11 +1,11 @@
 //! Sums and means of log-probabilities over the positions of each sequence.
 
-use candle_core::{Tensor, D};
+use candle_core::Tensor;
 
 use crate::error::{Error, Result};
 use crate::scores::Scores;
 use crate::tensors::checks::{check_device, check_targets};
-use crate::tensors::transfer::number_like;
+use crate::tensors::transfer::{number_like, sum_rows};
 
 impl Scores {
     /// Sums the log-probabilities of the tokens of each sequence, which is the log-probability of the sequence if all
@@ -51,7 +51,7 @@ impl Scores {
             // candle's GPU backends do not reduce empty tensors.
             return Ok(Tensor::zeros(batch, log_prob.dtype(), log_prob.device())?);
         }
-        Ok(mask.ne(0f64)?.where_cond(log_prob, &log_prob.zeros_like()?)?.sum(D::Minus1)?)
+        sum_rows(&mask.ne(0f64)?.where_cond(log_prob, &log_prob.zeros_like()?)?)
     }
 
     /// Computes the mean log-probability of the tokens of each sequence: the sum, as [`Scores::sum_by_sequence`]
@@ -92,7 +92,7 @@ impl Scores {
         if mask.elem_count() == 0 {
             return Ok(sums);
         }
-        let lengths = mask.ne(0f64)?.to_dtype(sums.dtype())?.sum(D::Minus1)?;
+        let lengths = sum_rows(&mask.ne(0f64)?.to_dtype(sums.dtype())?)?;
         Ok((sums / lengths.broadcast_maximum(&number_like(&lengths, 1.0)?)?)?)
     }
 

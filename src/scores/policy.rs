@@ -414,7 +414,8 @@ impl PolicyTerms {
             Some(old) => (&log_prob - chunk(old)?)?,
             None => log_prob.zeros_like()?,
         };
-        let (ratio, slope) = exp_continued(&log_ratio)?;
+        let exp = ContinuedExp::new(&log_ratio)?;
+        let (ratio, slope) = (exp.value()?, exp.slope);
         let PolicyOptions { clip_low, clip_high, kl, entropy: bonus, .. } = self.options;
         let unclipped = (&ratio * &advantages)?;
         let [least, most] = [1.0 - clip_low, 1.0 + clip_high].map(|bound| number_like(&ratio, bound));
@@ -427,9 +428,10 @@ impl PolicyTerms {
             (loss, by_log_prob) = ((loss * chunk(importance)?)?, (by_log_prob * chunk(importance)?)?);
         }
         if let Some(reference) = &self.reference {
-            let x = (chunk(reference)? - &log_prob)?;
-            let (exp, slope) = exp_continued(&x)?;
-            loss = (loss + ((exp - x)? - 1.0)?.affine(kl, 0.0)?)?;
+            let ContinuedExp { within, beyond, slope } = ContinuedExp::new(&(chunk(reference)? - &log_prob)?)?;
+            // exp(x) - x - 1, where both of its terms may be infinite
+            let divergence = (((&slope - within)? - 1.0)? + ((&slope - 1.0)? * beyond)?)?;
+            loss = (loss + divergence.affine(kl, 0.0)?)?;
             by_log_prob = (by_log_prob + slope.affine(-kl, kl)?)?;
         }
         let weights = self.counted.chunk_scales(&positions)?;
@@ -443,11 +445,28 @@ impl PolicyTerms {
     }
 }
 
-/// Computes `exp(x)`, which is continued linearly beyond [`MOST_LOG_RATIO`], and its derivative.
-fn exp_continued(x: &Tensor) -> Result<(Tensor, Tensor)> {
-    let within = x.broadcast_minimum(&number_like(x, MOST_LOG_RATIO)?)?;
-    let slope = within.exp()?;
-    Ok((((x - within)?.affine(1.0, 1.0)? * &slope)?, slope))
+/// `exp(x)`, which is continued linearly beyond [`MOST_LOG_RATIO`]: `slope (1 + beyond)`.
+struct ContinuedExp {
+    /// The part of x up to [`MOST_LOG_RATIO`].
+    within: Tensor,
+    /// What x is above it.
+    beyond: Tensor,
+    /// The derivative, `exp(within)`.
+    slope: Tensor,
+}
+
+impl ContinuedExp {
+    fn new(x: &Tensor) -> Result<Self> {
+        let most = number_like(x, MOST_LOG_RATIO)?;
+        let within = x.broadcast_minimum(&most)?;
+        let beyond = x.broadcast_gt(&most)?.where_cond(&(x - &within)?, &x.zeros_like()?)?;
+        let slope = within.exp()?;
+        Ok(Self { within, beyond, slope })
+    }
+
+    fn value(&self) -> Result<Tensor> {
+        Ok((self.beyond.affine(1.0, 1.0)? * &self.slope)?)
+    }
 }
 
 /// Reads which tokens count, which waits for the device of the mask.

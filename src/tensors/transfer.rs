@@ -1,6 +1,6 @@
 //! Moves numbers between the device and the host, where token ids are chosen.
 
-use candle_core::{DType, Device, Shape, Tensor, WithDType};
+use candle_core::{DType, Device, Shape, Tensor, WithDType, D};
 
 use crate::error::Result;
 
@@ -63,6 +63,26 @@ pub(crate) fn spread(numbers: &Tensor, places: &[u32], n: usize) -> Result<Tenso
     places.iter().zip(0..).for_each(|(&place, source)| sources[place as usize] = source);
     let zero = Tensor::zeros(1, numbers.dtype(), numbers.device())?;
     Ok(Tensor::cat(&[numbers, &zero], 0)?.index_select(&Tensor::new(sources, numbers.device())?, 0)?)
+}
+
+/// Sums all elements, in f64 on the CPU, where candle adds numbers in f32 one after the other; not every GPU has this
+/// dtype. Differentiable; the result has the dtype of the elements.
+pub(crate) fn sum_all(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.to_dtype(sum_dtype(tensor))?.sum_all()?.to_dtype(tensor.dtype())?)
+}
+
+/// Sums each row, as [`sum_all`] does.
+pub(crate) fn sum_rows(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.to_dtype(sum_dtype(tensor))?.sum(D::Minus1)?.to_dtype(tensor.dtype())?)
+}
+
+/// Returns the dtype in which the elements of a tensor are added.
+pub(crate) fn sum_dtype(tensor: &Tensor) -> DType {
+    if tensor.device().is_cpu() {
+        DType::F64
+    } else {
+        tensor.dtype()
+    }
 }
 
 /// Returns the dtype in which the numbers of a tensor are computed: f64 for f64, otherwise f32.

@@ -236,5 +236,6 @@ fn entropy(log_probs: &[f64]) -> f64 {
     let tile_sums =
         |log_probs: &[f64]| -> Vec<f64> { log_probs.chunks(TILE).map(|tile| tile.iter().map(term).sum()).collect() };
     let tile_sums = parallel::map(log_probs.chunks(TASK_TILES * TILE), tile_sums);
-    tile_sums.iter().flatten().sum::<f64>().clamp(0.0, (log_probs.len() as f64).ln())
+    // The sum may be minus zero, which zero is added to.
+    tile_sums.iter().flatten().sum::<f64>().clamp(0.0, (log_probs.len() as f64).ln()) + 0.0
 }

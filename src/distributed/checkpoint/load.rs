@@ -64,6 +64,18 @@ pub struct ShardedCheckpoint {
     tensors: BTreeMap<String, StoredTensor>,
 }
 
+impl ShardedCheckpoint {
+    /// Checks that a file to be written is none of this checkpoint.
+    pub(super) fn check_is_other(&self, path: &Path) -> Result<()> {
+        let Ok(written) = path.canonicalize() else { return Ok(()) };
+        let mut own = self.files.iter().map(|file| &file.path).chain([&self.path]);
+        if own.any(|own| own.canonicalize().is_ok_and(|own| own == written)) {
+            return Err(Error::checkpoint(path, "a file that is not part of the checkpoint", "one of its files"));
+        }
+        Ok(())
+    }
+}
+
 /// A tensor of a checkpoint, and the files that hold its rows.
 #[derive(Debug)]
 pub(super) struct StoredTensor {

@@ -9,11 +9,13 @@ use crate::tensors::tensor_file::{write_error, PendingFile, TensorEntry};
 
 impl ShardedCheckpoint {
     /// Writes all tensors to one `.safetensors` file, whole and under their own names. It copies block by block, so
-    /// that no tensor is in memory. The new file replaces an older one once it is complete.
+    /// that no tensor is in memory. The new file replaces an older one once it is complete, but no file of the
+    /// checkpoint.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the checkpoint cannot be read, or the file cannot be written.
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if `path` is the index or another file of the checkpoint, the
+    /// checkpoint cannot be read, or the file cannot be written.
     ///
     /// # Examples
     ///
@@ -27,6 +29,7 @@ impl ShardedCheckpoint {
     /// ```
     pub fn merge(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
+        self.check_is_other(path)?;
         let tensors = self.tensors().iter().map(|(name, stored)| TensorEntry {
             name: name.clone(),
             dtype: stored.dtype,

@@ -332,11 +332,11 @@ fn threads_with_their_own_requests_do_not_disturb_each_other() -> Result<()> {
 
 #[test]
 fn the_entropy_of_one_possible_id_is_zero_and_not_minus_zero() -> Result<()> {
-    for logits in [vec![0.0f64], vec![f64::NEG_INFINITY, 0.0, f64::NEG_INFINITY]] {
+    for values in [vec![0.0f64], vec![f64::NEG_INFINITY, 0.0, f64::NEG_INFINITY]] {
         let request = TokenRequest::new(Sampling::new(), 0)?.with_entropy(true);
-        let log_probs = Tensor::new(&[&logits[..]], &Device::Cpu)?;
+        let log_probs = Tensor::new(&values[..], &Device::Cpu)?.unsqueeze(0)?;
         let token = &NextToken::from_log_probs(&log_probs, &[&request])?[0];
-        assert_eq!(token.entropy.map(f64::to_bits), Some(0.0f64.to_bits()), "{logits:?}");
+        assert_eq!(token.entropy.map(f64::to_bits), Some(0.0f64.to_bits()), "{values:?}");
     }
     Ok(())
 }

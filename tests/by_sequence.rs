@@ -136,11 +136,11 @@ fn gradients_equal_central_differences() -> Result<()> {
 #[test]
 fn a_long_sequence_is_summed_in_f64() -> Result<()> {
     let n = 2_000_000;
-    let log_probs = Tensor::full(-2.302_585_f32, (1, n, 1), &Device::Cpu)?;
+    let log_probs = Tensor::full(-2.3_f32, (1, n, 1), &Device::Cpu)?;
     let token_ids = Tensor::zeros((1, n), DType::U32, &Device::Cpu)?;
     let scores = Scores::from_log_probs(&log_probs, &token_ids, &ScoreOptions::new())?;
     let mean = scores.mean_by_sequence(&Tensor::ones((1, n), DType::U8, &Device::Cpu)?)?;
-    assert_eq!(mean.to_vec1::<f32>()?, [-2.302_585_f32]);
+    assert_eq!(mean.to_vec1::<f32>()?, [-2.3_f32]);
     Ok(())
 }
 

@@ -8,10 +8,10 @@ use common::case::{Case, Head, Sizes, ENTRIES, HEADS};
 use common::check::{build, Layer};
 use common::on_each_device;
 use common::values::numbers;
-use mos_head::decode::{BeamSearch, Sampler, Sampling, TopK};
+use mos_head::decode::{BeamSearch, NextToken, Sampler, Sampling, TokenRequest, TopK};
 use mos_head::parts::{CharCnn, CharCnnConfig};
 use mos_head::sampled::NoiseDistribution;
-use mos_head::score::ScoreOptions;
+use mos_head::score::{ScoreOptions, Scores};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
     linear_cross_entropy, ContextActivation, Error, GradientSum, Loss, LossOptions, Mixture, MixtureConfig,
@@ -605,4 +605,18 @@ fn a_dimension_of_zero_leaves_no_elements_whatever_the_others() {
     let head = SoftmaxHead::from_tensors(zeros(&[7, 5]), None).expect("a head");
     let loss = head.loss(&hidden, &targets, &LossOptions::new()).expect("an empty batch");
     assert_eq!(numbers(&loss.value), [0.0]);
+}
+
+/// Log-probabilities that are given are floats: every function of them says so.
+#[test]
+fn log_probabilities_that_are_integers_are_errors() -> Result<()> {
+    let (log_probs, ids) =
+        (Tensor::zeros((2, 3), DType::I64, &Device::Cpu)?, Tensor::zeros(2, DType::U32, &Device::Cpu)?);
+    let parts = ["f16, bf16, f32 or f64", "I64"];
+    assert_dtype(Scores::from_log_probs(&log_probs, &ids, &ScoreOptions::new()), "log_probs", &parts);
+    assert_dtype(TopK::from_log_probs(&log_probs, 1), "log_probs", &parts);
+    assert_dtype(Sampler::new(Sampling::new(), 1)?.sample(&log_probs), "log_probs", &parts);
+    let request = TokenRequest::new(Sampling::new(), 1)?;
+    assert_dtype(NextToken::from_log_probs(&log_probs, &[&request, &request]), "log_probs", &parts);
+    Ok(())
 }

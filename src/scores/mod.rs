@@ -14,7 +14,7 @@ use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::tensors::autograd;
-use crate::tensors::checks::{check_log_prob_tensor, check_number, check_targets};
+use crate::tensors::checks::{check_float, check_log_prob_tensor, check_number, check_targets};
 pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
 pub(crate) use chunk_terms::{LogProbLoss, ScoreLoss};
 pub(crate) use composed::{are_argmax, compose_scores};
@@ -266,9 +266,9 @@ impl Scores {
     ///
     /// # Errors
     ///
-    /// If the shapes do not match, or the temperature is out of range. [`Error::Unsupported`] for the mean logit, which
-    /// log-probabilities do not have. On the CPU [`Error::Value`] if a number is above
-    /// zero by more than rounding in its dtype, such as a raw logit.
+    /// If the shapes or dtypes do not match, or the temperature is out of range. [`Error::Unsupported`] for the mean
+    /// logit, which log-probabilities do not have. On the CPU [`Error::Value`] if a number is above zero by more than
+    /// rounding in its dtype, such as a raw logit.
     pub fn from_log_probs(log_probs: &Tensor, token_ids: &Tensor, options: &ScoreOptions) -> Result<Self> {
         options.refuse_mean_logit("log-probabilities that are given")?;
         Self::from_rounded(log_probs, log_probs.dtype(), token_ids, options)
@@ -292,6 +292,7 @@ impl Scores {
         options: &ScoreOptions,
     ) -> Result<Self> {
         options.validate()?;
+        check_float("log_probs", log_probs)?;
         let &[ref leading @ .., vocab] = log_probs.dims() else {
             return Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims()));
         };

@@ -310,7 +310,7 @@ def captions():
             flags = lambda results, common=common, trials=trials, ending=ending: f"{common} {best(trials, results)} {ending}"
             name = f"captions-{head}-{'blind-' if sees == 'nothing' else ''}seed-{seed}"
             key = {"system": f"{head}, {sees}", "sees": sees, "head": head}
-            runs.append(Run(name, "captions", *of, flags, trials, settings=CAPTION_TRIALS, **key, seed=seed))
+            runs.append(Run(name, "captions", *task, flags, trials, settings=CAPTION_TRIALS, **key, seed=seed))
     return runs
 
 
@@ -497,8 +497,8 @@ class Runner:
         return None
 
     def flags(self, run, results):
-        is_here = self.device == "cpu" or isinstance(run, Bottleneck)
-        return run.resolved(results) + ("" if is_here else f" --device {self.device}")
+        is_on_device = self.device != "cpu" and not isinstance(run, Bottleneck)
+        return run.resolved(results) + (f" --device {self.device}" if is_on_device else "")
 
     def work(self):
         while found := self.next():

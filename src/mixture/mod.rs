@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::loss::{LossOptions, Precision};
 use crate::tensors::autograd::converted;
 use crate::tensors::checks::{
-    accumulation_dtype, check_alike, check_bias, check_device, check_elements, check_sizes, check_vocab,
+    accumulation_dtype, check_alike, check_bias, check_device, check_elements, check_sizes, check_vocab, check_weights,
 };
 use crate::tensors::linear::as_matrix;
 use crate::tensors::transfer;
@@ -117,12 +117,7 @@ impl Mixture {
             None if components == 1 => None,
             None => return Err(Error::config("log_priors", "log-priors for more than one component", "none")),
             Some(log_priors) => {
-                let expected = &contexts.dims()[..leading.len() + 1];
-                if log_priors.dims() != expected {
-                    return Err(Error::shape("log_priors", format!("{expected:?}"), log_priors.dims()));
-                }
-                check_device("log_priors", log_priors, contexts)?;
-                accumulation_dtype("log_priors", log_priors.dtype())?;
+                check_weights("log_priors", log_priors, &contexts.dims()[..leading.len() + 1], contexts)?;
                 Some(as_matrix(log_priors)?.to_dtype(accumulation)?.contiguous()?)
             }
         };

@@ -73,8 +73,8 @@ pub(crate) fn leading(hidden: &Tensor) -> Result<&[usize]> {
     }
 }
 
-/// Checks that weights of positions or classes, or log-probabilities, have these dimensions, a float dtype and the
-/// device of another tensor.
+/// Checks that weights of positions or classes, log-priors or log-probabilities have these dimensions, a float dtype
+/// and the device of another tensor.
 pub(crate) fn check_weights(argument: &'static str, weights: &Tensor, dims: &[usize], other: &Tensor) -> Result<()> {
     if weights.dims() != dims {
         return Err(Error::shape(argument, format!("{dims:?}"), weights.dims()));

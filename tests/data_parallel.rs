@@ -68,6 +68,25 @@ fn no_targets_are_a_loss_of_zero_and_other_variables_an_error() -> Result<()> {
             "{result:?}"
         );
     }
+    // A sum needs no denominator.
+    for reduction in [Reduction::Sum, Reduction::None] {
+        let options = LossOptions::new().with_reduction(reduction);
+        for found in on_ranks(2, |ranks| {
+            let targets = Tensor::ones(3, DType::U32, &Device::Cpu)?;
+            let (head, _) = head(DType::F32)?;
+            let options = DataParallel::new(ranks).options(&targets, &options)?;
+            Ok::<_, Error>(head.loss(&tensor(&[3, HIDDEN], 1, DType::F32)?, &targets, &options)?.value.rank())
+        }) {
+            assert_eq!(found?, if reduction == Reduction::Sum { 0 } else { 1 });
+        }
+    }
+    // Weights whose sum is no denominator: an error before any loss.
+    let negative = LossOptions::new().with_position_weights(Tensor::full(-1f32, 3, &Device::Cpu)?);
+    for found in
+        on_ranks(2, |ranks| DataParallel::new(ranks).options(&Tensor::ones(3, DType::U32, &Device::Cpu)?, &negative))
+    {
+        assert!(matches!(found, Err(Error::Config { argument: "denominator", .. })), "{found:?}");
+    }
     // One rank has an error of its own.
     let on_rank = |ranks: Arc<dyn Collectives>| {
         let targets = Tensor::ones(3, if ranks.rank() == 0 { DType::F32 } else { DType::U32 }, &Device::Cpu)?;

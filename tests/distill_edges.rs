@@ -6,10 +6,12 @@ mod common;
 use approx::{assert_abs_diff_eq, assert_relative_eq};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
+use common::devices;
 use common::divergences::{DIVERGENCES, MISSING};
 use common::given::{places, Given};
 use common::values::{gradient, numbers, tensor, Numbers};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
+use mos_head::policy::{PolicyBatch, PolicyOptions};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
 use mos_head::{
@@ -239,6 +241,8 @@ fn an_infinite_divergence_is_an_error_that_names_the_position() -> Result<()> {
             (&masked, &certain, Divergence::TotalVariation, false),
             (&masked, &certain, Divergence::NegLogAcceptance, true),
             (&masked, &all, Divergence::LkHybrid(3.0), true),
+            // Its weight of the infinite term is below the smallest number.
+            (&masked, &all, Divergence::LkHybrid(1e5), true),
             (&all, &masked, Divergence::LkHybrid(3.0), false),
         ] {
             let options = DistillOptions::new(divergence).with_temperature(temperature);
@@ -313,6 +317,78 @@ fn a_weight_that_underflows_leaves_the_objective_of_its_position() -> Result<()>
             let weights = Tensor::new(&[1e-40f32, 1.0], &Device::Cpu)?;
             let options = DistillOptions::default().with_position_weights(weights).with_denominator(denominator);
             assert_eq!(nll(options)?, expected, "{denominator}");
+        }
+    }
+    Ok(())
+}
+
+/// A target that the student finds impossible: the value is infinite, as the sum is, whatever computes it.
+#[test]
+fn an_impossible_target_has_an_infinite_objective() -> Result<()> {
+    let impossible = f64::NEG_INFINITY;
+    let bias = Tensor::new(&[impossible, 0.0], &Device::Cpu)?;
+    let student = SoftmaxHead::from_tensors(Tensor::zeros((2, 1), DType::F64, &Device::Cpu)?, Some(bias))?;
+    let hidden = Tensor::zeros((1, 1), DType::F64, &Device::Cpu)?;
+    let given = Given(student.log_probs(&hidden)?);
+    let teacher = Teacher::from_log_probs(&Tensor::new(&[[0.5f64, 0.5]], &Device::Cpu)?.log()?);
+    let options = DistillOptions::new(Divergence::TotalVariation).with_hard_weight(0.5);
+    let options = options.with_targets(Tensor::new(&[0u32], &Device::Cpu)?);
+    for loss in [student.distill(&hidden, &teacher, &options)?, given.distill(&hidden, &teacher, &options)?] {
+        assert_eq!((numbers(&loss.value), numbers(&loss.sum)), (numbers(&loss.sum), numbers(&loss.value)));
+        assert_eq!(loss.value.to_scalar::<f64>()?, f64::INFINITY);
+    }
+    // A target that is not allowed is an error, by its position among all.
+    let head = SoftmaxHead::from_tensors(Tensor::zeros((4, 1), DType::F64, &Device::Cpu)?, None)?;
+    let hidden = Tensor::zeros((2, 1), DType::F64, &Device::Cpu)?;
+    let teacher = Teacher::from_log_probs(&Tensor::new(&[[0.5f64, 0.5, 0.0, 0.0]; 2], &Device::Cpu)?.log()?);
+    for added in [false, true] {
+        for (allowed, target) in [(AllowedIds::new(&[0, 1]), 3), (AllowedIds::per_position(&[0, 0, 1], &[0, 1, 3])?, 2)]
+        {
+            let restricted = Restricted::new(&head, allowed.with_targets_added(added))?;
+            let options = options.clone().with_targets(Tensor::new(&[-1i64, target], &Device::Cpu)?);
+            let error = restricted.distill(&hidden, &teacher, &options.with_ignore_index(-1)).expect_err("a target");
+            assert!(matches!(error, Error::NotAllowed { position: 1, got } if got == target), "{error:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Whoever computes the loss, its value is the sum of what the terms return: no number is lost to a larger one.
+#[test]
+fn the_value_of_a_loss_of_scores_is_its_sum() -> Result<()> {
+    let positions = 100_000;
+    let given = Given(Tensor::full(-10.25f32, (positions, 1), &Device::Cpu)?);
+    let hidden = places(&[positions, 1])?.to_dtype(DType::F32)?;
+    let distributions = given.distributions(&hidden, None)?;
+    let ids = Tensor::zeros(positions, DType::U32, &Device::Cpu)?;
+    let advantages = Tensor::full(1e-3f32, positions, &Device::Cpu)?;
+    let loss = distributions.policy_loss(&PolicyBatch::new(ids, advantages), &PolicyOptions::new())?;
+    assert_eq!(loss.value.to_scalar::<f32>()?, loss.sum.to_scalar::<f32>()?);
+    Ok(())
+}
+
+/// On a GPU, where reading the targets would wait, the loss is NaN; on the CPU the target is an error.
+#[test]
+fn a_target_outside_the_vocabulary_leaves_the_device_intact() -> Result<()> {
+    for device in devices() {
+        let weight = Var::from_tensor(&tensor(&[10, 4], 1, DType::F32)?.to_device(&device)?)?;
+        let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?;
+        let hidden = tensor(&[3, 4], 2, DType::F32)?.to_device(&device)?;
+        let teacher = Teacher::from_log_probs(&head.log_probs(&hidden)?.detach());
+        for target in [10i64, -1, 1 << 40] {
+            let targets = Tensor::new(&[5, target, 0], &device)?;
+            let options = DistillOptions::default().with_hard_weight(0.1).with_targets(targets);
+            let loss = head.distill(&hidden, &teacher, &options);
+            if device.is_cpu() {
+                let error = loss.expect_err("no id");
+                assert!(matches!(error, Error::Target { position: 1, got, .. } if got == target), "{error:?}");
+                continue;
+            }
+            let loss = loss?;
+            assert!(loss.value.to_scalar::<f32>()?.is_nan());
+            let is_nan: Vec<bool> = loss.nll.to_vec1::<f32>()?.into_iter().map(f32::is_nan).collect();
+            assert_eq!(is_nan, [false, true, false]);
+            assert!(numbers(&loss.backward()?.remove(&weight).expect("a gradient")).iter().any(|x| x.is_nan()));
         }
     }
     Ok(())

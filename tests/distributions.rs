@@ -11,7 +11,7 @@ use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
 use mos_head::policy::{PolicyBatch, PolicyOptions};
 use mos_head::score::{ChunkTerms, ScoreOptions};
 use mos_head::sets::AllowedIds;
-use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
+use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{Distributions, Error, Loss, LossOptions, Mixture, OptionName, OutputLayer, Result};
 
 const VOCAB: usize = 30;
@@ -243,5 +243,111 @@ fn responsibilities_are_the_posterior_of_the_components() -> Result<()> {
         None,
     )?;
     assert_eq!(empty.responsibilities(&ids(&[0, 3])?)?.dims(), [0, 3, 4]);
+    Ok(())
+}
+
+/// A column of a matrix, in place of a tensor of its own.
+fn strided(tensor: &Tensor) -> Result<Tensor> {
+    let rank = tensor.rank();
+    let column = Tensor::stack(&[tensor, tensor], rank)?.narrow(rank, 0, 1)?.squeeze(rank)?;
+    assert!(!column.is_contiguous());
+    Ok(column)
+}
+
+/// The results that read vectors of the caller's, of six positions.
+fn results_of_vectors(
+    distributions: &dyn Distributions,
+    view: impl Fn(&Tensor) -> Result<Tensor>,
+) -> Result<Vec<Numbers>> {
+    let targets = view(&Tensor::new(&[0i64, -1, 9, 18, 9, 0], &Device::Cpu)?)?;
+    let weights = view(&tensor(&[6], 7, DType::F64)?.sqr()?)?;
+    let class_weights = view(&tensor(&[VOCAB], 8, DType::F64)?.sqr()?)?;
+    let options = LossOptions::new().with_ignore_index(-1).with_class_weights(class_weights);
+    let mut losses = vec![
+        distributions.loss(&targets, &options)?,
+        distributions.loss(&targets, &options.with_position_weights(weights.clone()))?,
+        distributions.loss(&view(&ids(&[6])?.to_dtype(DType::I64)?)?, &LossOptions::new())?,
+    ];
+    let log_probs = || view(&tensor(&[6], 9, DType::F64)?.abs()?.neg()?);
+    let batch = PolicyBatch::new(view(&ids(&[6])?)?, weights)
+        .with_mask(view(&Tensor::new(&[1u8, 0, 1, 1, 1, 0], &Device::Cpu)?)?)
+        .with_old_log_probs(log_probs()?)
+        .with_reference_log_probs(log_probs()?)
+        .with_sampler_log_probs(log_probs()?);
+    losses.push(distributions.policy_loss(&batch, &PolicyOptions::new().with_kl(0.1))?);
+    let teacher = candle_nn::ops::log_softmax(&tensor(&[6, VOCAB], 5, DType::F64)?, 1)?;
+    let options = DistillOptions::new(Divergence::JensenShannon(0.4)).with_hard_weight(0.2).with_targets(targets);
+    losses.push(distributions.distill(&Teacher::from_log_probs(&view(&teacher)?), &options.with_ignore_index(-1))?);
+    let mut found: Vec<Numbers> = losses.iter().map(|loss| numbers(&loss.value)).collect();
+    found.push(numbers(&distributions.log_prob(&view(&ids(&[6])?)?)?));
+    Ok(found)
+}
+
+/// Targets, weights and log-probabilities are columns of matrices.
+#[test]
+fn strided_vectors_equal_their_copies() -> Result<()> {
+    let vars = candle_nn::VarMap::new();
+    let vb = candle_nn::VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu);
+    let adaptive =
+        AdaptiveSoftmax::new(&AdaptiveConfig::new(8, VOCAB, vec![10, 20]).with_div_value(2.0), vb.pp("adaptive"))?;
+    let hierarchical = HierarchicalSoftmax::new(&HierarchicalConfig::new(8, VOCAB), vb.pp("hierarchical"))?;
+    let hidden = tensor(&[6, 8], 6, DType::F64)?;
+    let given = Given(adaptive.log_probs(&hidden)?);
+    let mut all = vec![
+        adaptive.distributions(&hidden, None)?,
+        hierarchical.distributions(&hidden, None)?,
+        given.distributions(&places(&[6, 1])?, None)?,
+    ];
+    let lists: Vec<u32> = (0..6).flat_map(|t| [0, 9, 18, 20 + t]).collect();
+    let lists = AllowedIds::per_position(&lists, &(0..=6).map(|t| 4 * t).collect::<Vec<_>>())?;
+    for components in [1, 3] {
+        let contexts = tensor(&[6, components, 5], 6, DType::F64)?;
+        let log_priors = candle_nn::ops::log_softmax(&tensor(&[6, components], 1, DType::F64)?, 1)?;
+        let log_priors = (components > 1).then_some(&log_priors);
+        let mixture = Mixture::new(&contexts, log_priors, &tensor(&[VOCAB, 5], 2, DType::F64)?, None)?;
+        all.push(Box::new(mixture.restricted(&AllowedIds::new(&[0, 3, 9, 12, 18, 21]))?));
+        all.push(Box::new(mixture.restricted(&lists)?));
+        all.push(Box::new(mixture));
+    }
+    for distributions in &all {
+        let expected = results_of_vectors(&**distributions, |tensor| Ok(tensor.clone()))?;
+        assert_eq!(results_of_vectors(&**distributions, strided)?, expected);
+    }
+    Ok(())
+}
+
+/// A head whose log-probabilities are a view, as a transposed product makes them.
+#[derive(Debug)]
+struct View(Given);
+
+impl OutputLayer for View {
+    fn hidden_size(&self) -> usize {
+        self.0.hidden_size()
+    }
+    fn vocab_size(&self) -> usize {
+        self.0.vocab_size()
+    }
+    fn loss(&self, hidden: &Tensor, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
+        // As the documentation of `OutputLayer` shows it.
+        let (hidden, ids) = options.mask_ignored(hidden, targets)?;
+        let log_probs = self.0.log_probs(&hidden)?.gather(&ids.unsqueeze(1)?, 1)?;
+        Loss::from_nll(&log_probs.squeeze(1)?.neg()?, targets, options)
+    }
+    fn log_probs(&self, hidden: &Tensor) -> Result<Tensor> {
+        strided(&self.0.log_probs(hidden)?)
+    }
+}
+
+#[test]
+fn a_head_of_strided_log_probabilities_has_the_same_results() -> Result<()> {
+    let head = View(Given(candle_nn::ops::log_softmax(&tensor(&[6, VOCAB], 5, DType::F64)?, 1)?));
+    let hidden = places(&[6, 1])?;
+    let (view, given) = (head.distributions(&hidden, None)?, head.0.distributions(&hidden, None)?);
+    let expected = results_of_vectors(&*given, |tensor| Ok(tensor.clone()))?;
+    assert_eq!(results_of_vectors(&*view, strided)?, expected);
+    let targets = strided(&Tensor::new(&[0i64, 3, 9, 18, 9, 0], &Device::Cpu)?)?;
+    let (found, expected) =
+        (head.loss(&hidden, &targets, &LossOptions::new())?, given.loss(&targets, &LossOptions::new())?);
+    assert_eq!(numbers(&found.value), numbers(&expected.value));
     Ok(())
 }

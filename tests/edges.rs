@@ -398,8 +398,12 @@ on_each_device! {
             let case = Case::random(head, SIZES, &[5], 54);
             let expected = answers(&case, dtype, device)?;
             let mut tensors = case.constants(dtype, device)?;
-            for tensor in tensors.values_mut().filter(|t| t.rank() >= 2) {
-                *tensor = tensor.transpose(0, D::Minus1)?.contiguous()?.transpose(0, D::Minus1)?;
+            for tensor in tensors.values_mut() {
+                *tensor = match tensor.rank() {
+                    // A column of a matrix.
+                    1 => Tensor::stack(&[&*tensor, &*tensor], 1)?.narrow(1, 0, 1)?.squeeze(1)?,
+                    _ => tensor.transpose(0, D::Minus1)?.contiguous()?.transpose(0, D::Minus1)?,
+                };
             }
             let layer = Layer::new(&case, &tensors)?;
             let loss = layer.loss(&case.target_tensor(device)?, &LossOptions::evaluation())?;

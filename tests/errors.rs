@@ -9,9 +9,11 @@ use common::check::{build, Layer};
 use common::on_each_device;
 use common::values::numbers;
 use mos_head::decode::{BeamSearch, NextToken, Sampler, Sampling, TokenRequest, TopK};
-use mos_head::parts::{CharCnn, CharCnnConfig};
+use mos_head::distill::{DistillOptions, MissingIds, Teacher};
+use mos_head::parts::{CharCnn, CharCnnConfig, LowRankAdapter};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::score::{ScoreOptions, Scores};
+use mos_head::sets::AllowedIds;
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, Classes, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
     linear_cross_entropy, ContextActivation, Error, GradientSum, Loss, LossOptions, Mixture, MixtureConfig,
@@ -580,6 +582,22 @@ fn tensors_whose_elements_overflow_are_refused() {
         let sampler = Sampler::new(Sampling::new(), 1);
         assert_shape(sampler.expect("a sampler").sample(&weight), "log_probs", &shape);
     }
+    let (wide, tall) = (broadcast(&[1 << 62, 4]), broadcast(&[10, 1 << 62]));
+    assert_shape(LowRankAdapter::from_tensors(wide, tall, 1.0), "lora_A", &["at most"]);
+    let (low, tall) = (zeros(&[1 << 9, 4]), broadcast(&[u32::MAX as usize, 1 << 9]));
+    assert_shape(LowRankAdapter::from_tensors(low, tall, 1.0), "lora_B", &["at most"]);
+    let scalar = |dtype| Tensor::zeros((), dtype, &Device::Cpu).expect("a tensor");
+    let mask = scalar(DType::U8).broadcast_as(1 << 62).expect("a broadcast");
+    assert_config(AllowedIds::from_mask(&mask), "vocab_size", &["4294967295", "got 4611686018427387904"]);
+    let ids = scalar(DType::U32).broadcast_as((2, 1 << 62)).expect("a broadcast");
+    let softmax = SoftmaxHead::from_tensors(zeros(&[7, 4]), None).expect("a head");
+    assert_shape(softmax.score(&hidden, &ids, &ScoreOptions::new()), "token_ids", &["at most"]);
+    let teacher = Teacher::from_top_k(&ids, &broadcast(&[2, 1 << 62]), MissingIds::Zero);
+    assert_shape(
+        softmax.distill(&hidden, &teacher, &DistillOptions::default()),
+        "token_ids of the teacher",
+        &["at most"],
+    );
     let contexts = broadcast(&[1 << 31, 1 << 31, 1, 4]);
     assert_shape(Mixture::new(&contexts, None, &zeros(&[7, 4]), None), "contexts", &["at most", "[2147483648, "]);
     let weight = broadcast(&[1 << 32, 4]);

@@ -145,14 +145,17 @@ fn an_adapter_among_those_of_other_modules_is_read() -> Result<()> {
         ("base_model.model.lm_head.lora_B.weight", b.clone()),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", others.clone()),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", others),
+        ("base_model.model.model.layers.0.self_attn.q_proj.bias", random(1, 7)),
     ];
     let config = json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "lm_head"] });
     folder.write(&config, &tensors);
     let loaded = LowRankAdapter::load(&folder.0, &decoder(DType::F64))?;
     assert_eq!((numbers(loaded.a()), numbers(loaded.b()), loaded.scale()), (numbers(&a), numbers(&b), 1.5));
     assert_eq!(loaded.a().dtype(), DType::F64);
-    // Rank-stabilized: alpha over the square root of r.
-    let config = json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 6.0, "use_rslora": true });
+    // Rank-stabilized: alpha over the square root of r. Initial values that leave the weight as it is.
+    let config = json!({
+        "peft_type": "LORA", "r": 4, "lora_alpha": 6.0, "use_rslora": true, "init_lora_weights": "gaussian"
+    });
     folder.write(&config, &tensors);
     assert_eq!(LowRankAdapter::load(&folder.0, &decoder(DType::F32))?.scale(), 3.0);
     Ok(())
@@ -186,9 +189,12 @@ fn what_does_not_fit_is_an_error_that_names_both() {
     assert!(found.ends_with("expected a tensor base_model.model.lm_head.lora_B.weight, got none"), "{found}");
     let twice = [tensors(a.clone(), b.clone()).to_vec(), vec![("lm_head.lora_A.weight", a.clone())]].concat();
     assert!(load(&good, &twice, file).contains("expected one tensor"));
-    let biased =
-        [tensors(a.clone(), b.clone()).to_vec(), vec![("base_model.model.lm_head.lora_B.bias", b.clone())]].concat();
-    assert!(load(&good, &biased, file).contains("lora_B.bias too"));
+    // PEFT names the bias of the decoder itself with and without `base_layer`.
+    for name in ["lora_B.bias", "bias", "base_layer.bias"] {
+        let bias = format!("base_model.model.lm_head.{name}");
+        let biased = [tensors(a.clone(), b.clone()).to_vec(), vec![(bias.as_str(), b.clone())]].concat();
+        assert!(load(&good, &biased, file).contains(&format!("{name} too")));
+    }
     let integers = Tensor::zeros((4, HIDDEN), DType::U32, &Device::Cpu).expect("a tensor");
     assert!(load(&good, &tensors(integers, b.clone()), file).contains("in f32, got U32"));
 
@@ -200,6 +206,10 @@ fn what_does_not_fit_is_an_error_that_names_both() {
         (json!({ "peft_type": "LORA", "r": 0, "lora_alpha": 8 }), "r, a rank of at least 1, got 0"),
         (json!({ "peft_type": "LORA", "r": 4 }), "lora_alpha, a number, got null"),
         (json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": true }), "use_dora false"),
+        (
+            json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": "pissa_niter_4" }),
+            "or an adapter that PEFT has converted, got pissa_niter_4",
+        ),
         (
             json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": { "lm_head": 2 } }),
             "no alpha_pattern, got {\"lm_head\":2}",

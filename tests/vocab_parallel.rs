@@ -564,6 +564,13 @@ fn each_rank_needs_a_token_id() {
     for result in on_ranks(3, differs) {
         assert!(matches!(result, Err(Error::Ranks { argument: "vocab_size", .. })));
     }
+    // Sizes whose sums and products would overflow.
+    for result in on_ranks(2, |ranks| VocabShard::new(ranks, (1 << 63) + 5)) {
+        assert!(matches!(result, Err(Error::Config { argument: "vocab_size", .. })), "{result:?}");
+    }
+    for result in on_ranks(3, |ranks| VocabShard::with_rows(ranks.clone(), [1 << 63, 1 << 63, 5][ranks.rank()])) {
+        assert!(matches!(result, Err(Error::Config { argument: "rows", .. } | Error::Ranks { .. })), "{result:?}");
+    }
     for result in on_ranks(3, |ranks| VocabShard::new(ranks.clone(), 10 + ranks.rank())) {
         assert!(matches!(result, Err(Error::Ranks { argument: "vocab_size", .. })));
     }

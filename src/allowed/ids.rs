@@ -79,6 +79,7 @@ impl AllowedIds {
         if mask.dtype() != DType::U8 {
             return Err(Error::DType { argument: "mask", expected: "u8".into(), got: mask.dtype() });
         }
+        check_vocab(mask.elem_count())?;
         let mask = mask.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
         let ids = (0u32..).zip(&mask).filter(|(_, &is_allowed)| is_allowed != 0).map(|(id, _)| id);
         Ok(Self::from_sets(Sets::Shared { ids: ids.collect(), mask_len: Some(mask.len()) }))

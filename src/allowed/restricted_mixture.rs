@@ -11,7 +11,7 @@ use crate::decoding::{NextToken, Sampler, TokenRequest, TopK};
 use crate::distributions::{Distributions, Sealed};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, OutputShape, PositionOptions, Precision, Request, IGNORED};
-use crate::mixture::Mixture;
+use crate::mixture::{Distillation, Mixture};
 use crate::scores::{are_argmax, candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
 use crate::tensors::id_lists::Restriction;
@@ -117,7 +117,7 @@ impl RestrictedMixture {
         let mixture = self.gathered(ids)?;
         let targets = places(ids, target_ids).collect::<Vec<i64>>();
         let targets = transfer::to_device(targets, self.mixture.leading(), device)?;
-        let gather = |weights: &Tensor| weights.index_select(&Tensor::new(ids, device)?, 0);
+        let gather = |weights: &Tensor| transfer::select_rows(weights, &Tensor::new(ids, device)?);
         let class_weights = options.class_weights.as_ref().map(gather).transpose()?;
         let ignore_index = options.positions.ignore_index.map(|_| IGNORED);
         let positions = PositionOptions { ignore_index, ..options.positions.clone() };
@@ -139,6 +139,18 @@ impl Sealed for RestrictedMixture {
     fn select(&self, positions: &[u32]) -> Result<Box<dyn Distributions + '_>> {
         let restricted = self.mixture.with_positions(positions)?.restricted(&self.allowed.select(positions))?;
         Ok(Box::new(restricted.with_frozen_rows(self.frozen.clone())))
+    }
+
+    /// Checks that the targets are in their sets, to which a teacher of all ids adds none.
+    fn check_hard_targets(&self, distillation: &Distillation) -> Result<()> {
+        let Some(targets) = distillation.hard_targets()? else { return Ok(()) };
+        let Sizes { positions, vocab, .. } = self.mixture.operands().sizes;
+        let allowed = self.allowed.clone().with_targets_added(false);
+        let checked = read_ids("targets", &targets, None, vocab).and_then(|ids| {
+            let ids: Vec<usize> = ids.into_iter().flatten().collect();
+            allowed.restriction(&ids, 1, 0..positions, vocab)
+        });
+        checked.map(drop).map_err(|error| error.with_position_from(distillation.positions()))
     }
 }
 

@@ -91,7 +91,9 @@ impl Divergence {
                 let (variation, by_variation) = sum(OutcomeSum::TotalVariation)?;
                 let slopes =
                     (by_kl.broadcast_mul(&lambda.unsqueeze(1)?)? + by_variation.broadcast_mul(&rest.unsqueeze(1)?)?)?;
-                Ok((((lambda * kl)? + (rest * variation)?)?, slopes))
+                // A divergence that is infinite remains so where its weight is rounded to zero.
+                let value = ((lambda * &kl)? + (rest * variation)?)?;
+                Ok((kl.eq(f64::INFINITY)?.where_cond(&kl, &value)?, slopes))
             }
         }
     }

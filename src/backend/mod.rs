@@ -3,7 +3,8 @@
 //!
 //! [`objective`] defines what is asked of a backend, and [`mod@plan`] cuts the work into chunks and orders their steps.
 //! `cpu` and `gpu` have functions of the operations' names; `gpu` launches its kernels through `cuda` or `metal`.
-//! Operations for which only the CPU has kernels are composed of candle's on a GPU.
+//! Operations for which only the CPU has kernels are composed of candle's on a GPU, but for quantised products and a
+//! shard's queries, which are for the CPU alone.
 
 pub(crate) mod agreement;
 pub(crate) mod collectives;
@@ -172,12 +173,12 @@ pub(crate) fn linear(input: &Tensor, weight: &Tensor) -> Result<Tensor> {
 
 /// Computes the products of an input `[n, columns]`, in f32 on the CPU, with a quantised matrix: `[n, rows]`.
 pub(crate) fn quantised_product(input: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
-    cpu::product(input, matrix)
+    cpu::quantised_product(input, matrix)
 }
 
 /// Computes the gradient of the input of [`quantised_product`] from that of its result.
 pub(crate) fn quantised_gradient(upstream: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
-    cpu::input_gradient(upstream, matrix)
+    cpu::quantised_gradient(upstream, matrix)
 }
 
 /// Computes the products of each context, `[positions, d]`, with the matrix's rows of its list of ids, `[positions,

@@ -8,7 +8,7 @@ use crate::backend::agreement::{agree, Agreed, Call};
 use crate::backend::collectives::Collectives;
 use crate::backend::plan::Planned;
 use crate::error::{Error, Result};
-use crate::tensors::checks::check_vocab;
+use crate::tensors::checks::{check_at_most, check_vocab};
 
 /// The token ids whose rows of the decoder a rank has. They are consecutive, and ascend with the ranks.
 ///
@@ -42,7 +42,7 @@ impl VocabShard {
         let ranks = collectives.ranks();
         let cut = |rank: usize| rank * vocab_size / ranks;
         let numbers = [Agreed::own("rows", 0.0), Agreed::equal("vocab_size", vocab_size as f64)];
-        agree(&*collectives, Call::Cut, Ok(()), &numbers)?;
+        agree(&*collectives, Call::Cut, check_vocab(vocab_size), &numbers)?;
         VocabShard { starts: (0..=ranks).map(cut).collect(), collectives }.checked()
     }
 
@@ -54,10 +54,11 @@ impl VocabShard {
     /// [`VocabShard::new`].
     pub fn with_rows(collectives: Arc<dyn Collectives>, rows: usize) -> Result<Self> {
         let numbers = [Agreed::own("rows", rows as f64), Agreed::equal("vocab_size", f64::NAN)];
-        let ((), values) = agree(&*collectives, Call::Cut, Ok(()), &numbers)?;
-        let mut starts = vec![0];
+        let checked = check_at_most("rows", rows, u32::MAX as usize);
+        let ((), values) = agree(&*collectives, Call::Cut, checked, &numbers)?;
+        let mut starts = vec![0usize];
         for &rows in &values[0] {
-            starts.push(starts[starts.len() - 1] + rows as usize);
+            starts.push(starts[starts.len() - 1].saturating_add(rows as usize));
         }
         VocabShard { collectives, starts }.checked()
     }

@@ -15,7 +15,7 @@ use crate::backend;
 use crate::error::{Error, Result};
 use crate::tensors::autograd::converted;
 use crate::tensors::checks::{
-    accumulation_dtype, check_alike, check_float, check_number, check_product, check_sizes, check_vocab,
+    accumulation_dtype, check_alike, check_elements, check_float, check_number, check_product, check_sizes, check_vocab,
 };
 use crate::tensors::initial_values::linear_init;
 use crate::tensors::linear::{linear_layer, LinearOperands};
@@ -170,6 +170,8 @@ impl LowRankAdapter {
         };
         check_sizes(&[("rank", rank), ("context_dim", context_dim)])?;
         check_vocab(vocab_size)?;
+        check_elements("lora_A", a.dims())?;
+        check_elements("lora_B", b.dims())?;
         check_float("lora_A", &a)?;
         check_alike("lora_B", &b, "lora_A", &a)?;
         check_number(scale.is_finite(), "scale", "a finite number", scale)?;

@@ -21,6 +21,10 @@ const CONFIG: &str = "adapter_config.json";
 /// The decoder's name in language models of Hugging Face.
 const MODULE: &str = "lm_head";
 
+/// PEFT's methods of initial values that leave the weight as it is. Others, such as PiSSA, subtract the initial adapter
+/// from it.
+const KEEPS_WEIGHT: [&str; 3] = ["gaussian", "eva", "orthogonal"];
+
 /// The prefix that PEFT puts before the names of a model's tensors.
 const PREFIX: &str = "base_model.model.";
 
@@ -116,12 +120,13 @@ impl LowRankAdapter {
     ///
     /// [`Error::Checkpoint`] if a file cannot be read, the rank of the tensors is not the `r` of the configuration, or
     /// their width or number of token ids is not the decoder's; the error names both. Also if the configuration is for
-    /// another method than LoRA, or for a variant with more than two matrices (DoRA, a bias), or sets a rank or an
-    /// alpha for a pattern of names.
+    /// another method than LoRA, or for a variant with more than two matrices (DoRA, a bias), or for initial values
+    /// that changed the decoder's weight (PiSSA, OLoRA, CorDA), or sets a rank or an alpha for a pattern of names.
     pub fn load(folder: impl AsRef<Path>, decoder: &Decoder) -> Result<Self> {
         let folder = folder.as_ref();
         let config = PeftConfig::read(folder.join(CONFIG))?;
         let file = TensorFile::open(&folder.join(TENSORS))?;
+        check_no_bias(&file)?;
         let [(a, a_info), (b, b_info)] = [find_matrix(&file, "lora_A")?, find_matrix(&file, "lora_B")?];
         let rank = config.rank()?;
         let [vocab_size, context_dim] = [decoder.vocab_size(), decoder.context_dim()];
@@ -154,6 +159,15 @@ impl LowRankAdapter {
     }
 }
 
+/// Checks that a file has no bias of the decoder, or of its adapter, which was trained with the matrices.
+fn check_no_bias(file: &TensorFile) -> Result<()> {
+    let is_bias = |name: &&String| name.ends_with(".bias") && name.split('.').any(|part| part == MODULE);
+    match file.header.offset_keys().iter().find(is_bias) {
+        Some(bias) => Err(Error::checkpoint(&file.path, "two matrices of the adapter", format!("{bias} too"))),
+        None => Ok(()),
+    }
+}
+
 /// Finds a matrix of the decoder's adapter in a file, by the end of its name; returns the name and the entry in the
 /// header.
 fn find_matrix<'a>(file: &'a TensorFile, matrix: &str) -> Result<(String, &'a TensorInfo)> {
@@ -161,9 +175,6 @@ fn find_matrix<'a>(file: &'a TensorFile, matrix: &str) -> Result<(String, &'a Te
     let is_decoder_matrix =
         |name: &&String| name.strip_suffix(&ending).is_some_and(|before| before.is_empty() || before.ends_with('.'));
     let names = file.header.offset_keys();
-    if let Some(bias) = names.iter().find(|name| name.ends_with(&format!("{MODULE}.{matrix}.bias"))) {
-        return Err(Error::checkpoint(&file.path, "two matrices of the adapter", format!("{bias} too")));
-    }
     let mut found = names.iter().filter(is_decoder_matrix);
     match (found.next(), found.next()) {
         (Some(name), None) => Ok((name.clone(), file.info(name)?)),
@@ -198,6 +209,10 @@ impl PeftConfig {
         }
         if config.is_true("use_dora") {
             return Err(config.error("use_dora false, without a vector of magnitudes", "true"));
+        }
+        if let Some(method) = config.get("init_lora_weights").as_str().filter(|method| !KEEPS_WEIGHT.contains(method)) {
+            let expected = "init_lora_weights that leaves the weight as it is, or an adapter that PEFT has converted";
+            return Err(config.error(expected, method));
         }
         for pattern in ["rank_pattern", "alpha_pattern"] {
             if config.get(pattern).as_object().is_some_and(|names| !names.is_empty()) {

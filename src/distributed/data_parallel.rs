@@ -12,7 +12,7 @@ use candle_nn::VarMap;
 use crate::backend::agreement::{agree, first_other, Agreed, Call};
 use crate::backend::collectives::{Collectives, Numbers};
 use crate::error::{Error, Result};
-use crate::loss::{LossOptions, OutputShape, Positions};
+use crate::loss::{LossOptions, OutputShape, Positions, Reduction};
 use crate::tensors::checks::accumulation_dtype;
 
 /// Ranks with the same parameters and texts of their own, which compute the loss of all texts and its gradients.
@@ -72,8 +72,8 @@ impl DataParallel {
     }
 
     /// Returns the options with the denominator of all ranks, which is the number of their targets, without ignored
-    /// ones, or the sum of their weights: the values of all ranks then add up to the mean over all targets. Every rank
-    /// calls it.
+    /// ones, or the sum of their weights: the values of all ranks then add up to the mean over all targets. Another
+    /// reduction than the mean needs no denominator. Every rank calls it.
     ///
     /// # Shapes
     ///
@@ -87,8 +87,13 @@ impl DataParallel {
         let own_count = Agreed::own("count", *count.as_ref().unwrap_or(&f64::NAN));
         let (_, exchanged) = agree(&*self.collectives, Call::Count, count, &[own_count])?;
         let count: f64 = exchanged[0].iter().sum();
+        if options.positions.reduction != Reduction::Mean {
+            return Ok(options.clone());
+        }
         // If no rank has a target, the loss is zero, whatever divides it.
-        Ok(options.clone().with_denominator(if count == 0.0 { 1.0 } else { count }))
+        let options = options.clone().with_denominator(if count == 0.0 { 1.0 } else { count });
+        options.validate()?;
+        Ok(options)
     }
 
     /// Computes the denominator of this rank's mean.

@@ -49,7 +49,8 @@ impl Distributions for GivenLogProbs {
         request.check_support(self.name, &[])?;
         request.positions.read_ids(self.shape().vocab)?;
         let ids = request.target_ids()?.unsqueeze(D::Minus1)?;
-        request.loss_from_nll(&self.log_probs.gather(&ids, D::Minus1)?.squeeze(D::Minus1)?.affine(-1.0, 0.0)?)
+        let log_prob = self.log_probs.contiguous()?.gather(&ids, D::Minus1)?.squeeze(D::Minus1)?;
+        request.loss_from_nll(&log_prob.affine(-1.0, 0.0)?)
     }
 
     fn log_probs_as(&self, dtype: DType) -> Result<Tensor> {

@@ -8,6 +8,7 @@ use candle_core::{Tensor, D};
 use crate::error::Result;
 use crate::loss::{CountedPositions, Loss};
 use crate::scores::{LogProbLoss, ScoreLoss, Scores};
+use crate::tensors::autograd::attach;
 use crate::tensors::checks::accumulation_dtype;
 use crate::tensors::transfer::{number_like, sum_all};
 
@@ -72,11 +73,9 @@ fn linear_loss(
         Some(counted) => counted.weighted_sum(&values)?,
         None => sum_all(&values)?,
     };
-    // The value is `sum`. The linear function, which is subtracted again, gives it its gradient. A column without a
-    // derivative is left out: it may be infinite.
-    let has_derivative = derivatives.ne(0.0)?;
-    let linear = has_derivative.where_cond(&(columns * &derivatives)?, &columns.zeros_like()?)?.sum_all()?;
-    let value = (&linear + (&sum - linear.detach())?)?;
+    let value = attach("loss", sum.clone(), [Some(columns), None, None], move |_, _, upstream| {
+        Ok([Some(derivatives.broadcast_mul(upstream)?), None, None])
+    })?;
     let count = number_like(columns, positions as f64)?;
     Ok((Loss::new(value, sum, count, nll(&values)?), values))
 }

@@ -375,7 +375,10 @@ pub trait Distributions: Sealed {
     #[doc(hidden)]
     fn loss_from_teacher(&self, distillation: &Distillation) -> Result<Loss> {
         let (loss, objective) = match distillation.student_loss() {
-            DistillLoss::LogProbs(loss) => self.loss_from_log_probs(&loss),
+            DistillLoss::LogProbs(loss) => {
+                self.check_hard_targets(distillation)?;
+                self.loss_from_log_probs(&loss)
+            }
             DistillLoss::Scores(loss) => self.loss_from_scores(&loss),
         }?;
         distillation.finish(loss, objective)
@@ -408,6 +411,11 @@ pub trait Sealed {
     /// Returns what errors call the distributions whose scores are computed from log-probabilities.
     fn name(&self) -> &'static str {
         "these distributions"
+    }
+
+    /// Checks the targets of a distillation from the log-probabilities of all ids, at the positions that count.
+    fn check_hard_targets(&self, _: &Distillation) -> Result<()> {
+        Ok(())
     }
 
     /// Returns an error that is found before a result is asked for. Ranks that share the vocabulary tell each other.

@@ -263,7 +263,7 @@ impl Contexts {
     /// Computes `activation(z + bias)` for `z` `[rows, n]` and a constant bias `[n]`.
     fn activated(&self, z: &Tensor, bias: &Tensor) -> Result<Tensor> {
         match self.activation {
-            ContextActivation::Tanh => backend::bias_tanh(z, bias),
+            ContextActivation::Tanh => backend::bias_tanh(z, &bias.contiguous()?),
             ContextActivation::Identity => Ok(z.broadcast_add(bias)?),
         }
     }

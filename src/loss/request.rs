@@ -13,7 +13,7 @@ use crate::backend::objective::TargetLoss;
 use crate::error::{Error, OptionName, Result};
 use crate::tensors::autograd::converted;
 use crate::tensors::checks::{check_float, leading, read_ids};
-use crate::tensors::transfer::{accurate_dtype, sum_all};
+use crate::tensors::transfer::{accurate_dtype, select_rows, sum_all};
 
 /// The arguments of a loss over targets, which have been checked.
 #[derive(Debug)]
@@ -95,7 +95,7 @@ impl<'a> Request<'a> {
         }
         if let Some(class_weights) = &options.class_weights {
             let ids = self.target_ids()?.flatten_all()?;
-            let target_weights = class_weights.to_dtype(nll.dtype())?.detach().index_select(&ids, 0)?;
+            let target_weights = select_rows(&class_weights.to_dtype(nll.dtype())?.detach(), &ids)?;
             weights = (weights * target_weights.reshape(nll.shape())?)?;
         }
         let mut nll = nll.clone();
@@ -117,13 +117,13 @@ impl<'a> Request<'a> {
         self.options.positions.ignore_index.is_some() && (is_nce || !self.targets.device().is_cpu())
     }
 
-    /// Returns the targets `[..]` as i64, with id 0 in place of ignored ones.
+    /// Returns the targets `[..]` as contiguous i64, with id 0 in place of ignored ones.
     pub(crate) fn target_ids(&self) -> Result<Tensor> {
         let targets = self.targets;
         let ids = if targets.elem_count() == 0 { targets.clone() } else { targets.to_dtype(DType::I64)? };
         match self.positions.ignored()? {
             Some(ignored) => Ok(ignored.where_cond(&ids.zeros_like()?, &ids)?),
-            None => Ok(ids),
+            None => Ok(ids.contiguous()?),
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::tensors::autograd;
-use crate::tensors::checks::{check_float, check_log_prob_tensor, check_number, check_targets};
+use crate::tensors::checks::{check_elements, check_float, check_log_prob_tensor, check_number, check_targets};
 pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
 pub(crate) use chunk_terms::{LogProbLoss, ScoreLoss};
 pub(crate) use composed::{are_argmax, compose_scores};
@@ -346,6 +346,7 @@ impl Scores {
 pub(crate) fn candidate_count(argument: &'static str, token_ids: &Tensor, leading: &[usize]) -> Result<usize> {
     match token_ids.dims() {
         [outer @ .., n] if outer == leading => {
+            check_elements(argument, token_ids.dims())?;
             check_targets(argument, token_ids, token_ids.dims())?;
             Ok(*n)
         }

@@ -36,11 +36,12 @@ pub(crate) fn number_like(like: &Tensor, number: f64) -> Result<Tensor> {
     to_device_as(vec![number], &[], like.dtype(), like.device())
 }
 
-/// Selects the rows of these indices `[n]`. Differentiable. (candle's `index_select` does not take empty tensors.)
+/// Selects the rows of these indices `[n]`. Differentiable. (candle's `index_select` takes neither empty tensors nor, on
+/// the CPU, strided ones.)
 pub(crate) fn select_rows(tensor: &Tensor, indices: &Tensor) -> Result<Tensor> {
     match indices.elem_count() {
         0 => Ok(tensor.narrow(0, 0, 0)?),
-        _ => Ok(tensor.index_select(indices, 0)?),
+        _ => Ok(tensor.contiguous()?.index_select(indices, 0)?),
     }
 }
 

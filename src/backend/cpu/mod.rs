@@ -1,6 +1,6 @@
 //! The CPU's backend, parallel over the threads of rayon: f64 in f64, and f32, f16 and bf16 in f32. Losses over hard
 //! targets take one pass, with products of its own (`one_pass`). Results that need every logit twice take two passes,
-//! in which the `gemm` crate multiplies between row kernels (`two_pass`). `plan` chooses between them; `loss`,
+//! in which the `gemm` crate computes the second and the third product (`two_pass`). `plan` chooses between them; `loss`,
 //! `log_probs` and `decoding` run a task with one or the other.
 
 mod activation;
@@ -42,7 +42,7 @@ use plan::{multiplier, ranking_task};
 pub(super) use products::linear::linear;
 pub(super) use products::lists::{list_product_gradients, list_products, scattered_rows};
 pub(super) use products::matmul::matmul;
-pub(super) use two_pass::frozen_linear::{input_gradient, product};
+pub(super) use two_pass::frozen_linear::{quantised_gradient, quantised_product};
 
 /// Computes in the accumulation dtype of the operands, with the multiplier that the plan is made for.
 macro_rules! with_planned {

@@ -261,19 +261,23 @@ fn functions_and_terms() -> [(LogitFunction, LossTerms); 5] {
     ]
 }
 
+/// The gradient of one operand alone.
+fn one_gradient() -> [NeedsGrad; 4] {
+    let none = NeedsGrad::default();
+    [
+        NeedsGrad { contexts: true, ..none },
+        NeedsGrad { log_priors: true, ..none },
+        NeedsGrad { weight: true, ..none },
+        NeedsGrad { bias: true, ..none },
+    ]
+}
+
 #[test]
 fn both_computations_agree_with_options() -> Result<()> {
     for (function, terms) in functions_and_terms() {
         Case { function, terms, slope: 20.0, ..Case::new(30, 4, 20, 1200) }.check()?;
     }
-    let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
-    for needs_grad in [
-        NeedsGrad::default(),
-        some(true, false, false, false),
-        some(false, true, false, false),
-        some(false, false, true, false),
-        some(false, false, false, true),
-    ] {
+    for needs_grad in one_gradient().into_iter().chain([NeedsGrad::default()]) {
         Case { needs_grad, ..Case::new(30, 4, 20, 1200) }.check()?;
     }
     for budget in [1, 2, 5] {
@@ -322,13 +326,7 @@ fn tiles_agree_with_vectors_with_options() -> Result<()> {
     for (function, terms) in functions_and_terms() {
         Case { function, terms, slope: 20.0, ..case }.check_tiles()?;
     }
-    let some = |contexts, log_priors, weight, bias| NeedsGrad { contexts, log_priors, weight, adapter: false, bias };
-    for needs_grad in [
-        some(true, false, false, false),
-        some(false, true, false, false),
-        some(false, false, true, false),
-        some(false, false, false, true),
-    ] {
+    for needs_grad in one_gradient() {
         Case { needs_grad, ..case }.check_tiles()?;
     }
     for (d, rank) in [(3, 1), (33, 16), (32, 32), (64, 5)] {

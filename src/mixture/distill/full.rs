@@ -10,10 +10,11 @@ use crate::backend;
 use crate::backend::divergence::DivergenceTerms;
 use crate::backend::objective::Task;
 use crate::backend::operands::NeedsGrad;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::loss::CountedPositions;
 use crate::mixture::Mixture;
 use crate::tensors::checks::{accumulation_dtype, check_log_prob_tensor};
+use crate::tensors::transfer::number_like;
 
 /// The teacher's distributions, whose log-probabilities are returned in `dtype`, the student's accumulation dtype.
 #[derive(Clone)]
@@ -22,6 +23,45 @@ pub(super) enum FullTeacher {
     Mixture { mixture: Mixture, dtype: DType },
     /// The log-probabilities of all positions, `[positions, vocab]`.
     LogProbs { rows: Tensor, dtype: DType, counted: CountedPositions },
+}
+
+/// The targets of some positions. On a GPU, where reading them would wait, id 0 is in place of an id that is not in the
+/// vocabulary, and its numbers are NaN.
+struct HardTargets {
+    /// `[chunk, 1]`
+    ids: Tensor,
+    /// `[chunk, 1]`: the weights of the positions.
+    scales: Tensor,
+    /// `[chunk]`: whether each id is in the vocabulary; `None` if all are.
+    are_ids: Option<Tensor>,
+}
+
+impl HardTargets {
+    fn new(targets: Tensor, log_probs: &Tensor, scales: &Tensor) -> Result<Self> {
+        if targets.device().is_cpu() {
+            return Ok(HardTargets { ids: targets.unsqueeze(1)?, scales: scales.unsqueeze(1)?, are_ids: None });
+        }
+        let zeros = targets.zeros_like()?;
+        let ids = targets.ge(0i64)?.where_cond(&targets, &zeros)?;
+        let ids = ids.lt(log_probs.dim(1)? as i64)?.where_cond(&ids, &zeros)?;
+        let are_ids = ids.eq(&targets)?;
+        let scales = only_where(&are_ids, scales)?.unsqueeze(1)?;
+        Ok(HardTargets { ids: ids.unsqueeze(1)?, scales, are_ids: Some(are_ids) })
+    }
+
+    /// Returns the negative log-likelihoods, `[chunk]`.
+    fn nll(&self, log_probs: &Tensor) -> Result<Tensor> {
+        let nll = log_probs.gather(&self.ids, 1)?.squeeze(1)?.neg()?;
+        match &self.are_ids {
+            Some(are_ids) => only_where(are_ids, &nll),
+            None => Ok(nll),
+        }
+    }
+}
+
+/// Returns numbers, with NaN where a condition is zero.
+fn only_where(condition: &Tensor, numbers: &Tensor) -> Result<Tensor> {
+    Ok(condition.where_cond(numbers, &number_like(numbers, f64::NAN)?.broadcast_as(numbers.shape())?)?)
 }
 
 impl FullTeacher {
@@ -55,9 +95,8 @@ impl FullTeacher {
     ) -> Result<DistillTerms> {
         let scales = &counted.chunk_scales(&positions)?;
         let hard = options.hard_weight;
-        let targets = targets.map(|targets| targets.unsqueeze(1)).transpose()?;
-        let target_nll = |targets: &Tensor| Ok::<_, Error>(log_probs.gather(targets, 1)?.squeeze(1)?.neg()?);
-        let nll = targets.as_ref().map(target_nll).transpose()?;
+        let targets = targets.map(|targets| HardTargets::new(targets, &log_probs, scales)).transpose()?;
+        let nll = targets.as_ref().map(|targets| targets.nll(&log_probs)).transpose()?;
         let terms = DivergenceTerms {
             divergence: options.divergence,
             temperature: options.temperature,
@@ -66,7 +105,7 @@ impl FullTeacher {
         let (divergence, derivatives) = backend::divergence(log_probs, &self.chunk_log_probs(&positions)?, &terms)?;
         counted.check_finite(&positions, &divergence)?;
         if let Some(targets) = &targets {
-            derivatives.scatter_add_set(targets, &(scales * -hard)?.unsqueeze(1)?, 1)?;
+            derivatives.scatter_add_set(&targets.ids, &(&targets.scales * -hard)?, 1)?;
         }
         Ok(DistillTerms { objective: mix_objectives(divergence, nll, hard)?, derivatives })
     }

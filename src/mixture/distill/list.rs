@@ -13,7 +13,8 @@ use crate::error::{Error, Result};
 use crate::loss::{CountedPositions, OutputShape};
 use crate::scores::ScoreOptions;
 use crate::tensors::checks::{
-    accumulation_dtype, check_device, check_sizes, check_targets, check_weights, max_log_prob, LOG_PROBS,
+    accumulation_dtype, check_device, check_elements, check_sizes, check_targets, check_weights, max_log_prob,
+    LOG_PROBS,
 };
 use crate::tensors::log_softmax::log_sum_exp;
 use crate::tensors::transfer;
@@ -168,6 +169,7 @@ impl ListTeacher {
         };
         check_sizes(&[("the teacher's list", n)])?;
         let dims = [leading, &[n]].concat();
+        check_elements("token_ids of the teacher", &dims)?;
         check_targets("token_ids of the teacher", token_ids, &dims)?;
         check_device("token_ids of the teacher", token_ids, like)?;
         check_weights("log_probs of the teacher", log_probs, &dims, like)?;

@@ -122,6 +122,11 @@ impl Distillation {
         targets.map(|targets| Ok(targets.narrow(0, positions.start, positions.len())?)).transpose()
     }
 
+    /// Returns the targets of the positions that count, if they take part in the objective.
+    pub(crate) fn hard_targets(&self) -> Result<Option<Tensor>> {
+        self.targets(&(0..self.positions().len()))
+    }
+
     /// Finishes a loss whose value has been divided by the denominator: sets the sum, which is not, the count, and the
     /// objective of each position in place of its negative log-likelihood.
     pub(crate) fn finish(&self, loss: Loss, objective: Tensor) -> Result<Loss> {

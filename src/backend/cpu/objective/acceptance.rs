@@ -30,7 +30,8 @@ impl Acceptance {
             }
             Acceptance::LkHybrid(eta) => {
                 let lambda = (F::from_f64(-eta) * acceptance).exp();
-                let value = lambda * kl + (one - lambda) * variation;
+                // A divergence that is infinite remains so where its weight is rounded to zero.
+                let value = if kl == F::infinity() { kl } else { lambda * kl + (one - lambda) * variation };
                 Combined { value, by_variation: one - lambda, by_kl: lambda }
             }
         }

@@ -14,7 +14,7 @@ use crate::backend::quantised::QuantisedMatrix;
 use crate::error::Result;
 
 /// Computes `input W^T` for an input `[n, columns]` in f32 and a matrix `[rows, columns]`.
-pub(crate) fn product(input: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
+pub(crate) fn quantised_product(input: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
     let (n, rows) = (input.dim(0)?, matrix.dims()[0]);
     with_decoder(matrix, |vectors, decoder| {
         let mut values: Vec<f32> = zeros(n * rows);
@@ -29,7 +29,7 @@ pub(crate) fn product(input: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor
 }
 
 /// Computes the gradient of the input, `upstream W`, from that of the product, `[n, rows]`.
-pub(crate) fn input_gradient(upstream: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
+pub(crate) fn quantised_gradient(upstream: &Tensor, matrix: &QuantisedMatrix) -> Result<Tensor> {
     let (n, &[rows, columns]) = (upstream.dim(0)?, matrix.dims());
     with_decoder(matrix, |_, decoder| {
         let mut values: Vec<f32> = zeros(n * columns);

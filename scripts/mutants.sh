@@ -2,6 +2,8 @@
 # script is interrupted.
 
 export PROPTEST_DISABLE_FAILURE_PERSISTENCE=1
+# A mutant changes little of the crate: this takes a third of the time.
+export CARGO_INCREMENTAL=1
 missed=0 count=0 file= tests=() passed=()
 # Touches the file, so that cargo rebuilds it.
 restore() { [[ ! -e $file.original ]] || { mv "$file.original" "$file" && touch "$file"; }; }

@@ -10,14 +10,15 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use common::allowed::per_position;
 use common::case::{Case, Head, Sizes};
+use common::decoded_bits;
 use common::values::{fill, tensor};
 use mos_head::decode::{Constraints, NextToken, Sampler, Sampling, TokenRequest};
 use mos_head::parts::{Configured, Contexts, LowRankAdapter, Projection};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax, HierarchicalConfig, HierarchicalSoftmax};
 use mos_head::{
-    Distributions, DropoutMasks, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer,
-    Result, SoftmaxConfig, SoftmaxHead,
+    DropoutMasks, MixtureConfig, MixtureLayer, MixtureOfContexts, MixtureOfSoftmaxes, OutputLayer, Result,
+    SoftmaxConfig, SoftmaxHead,
 };
 
 const VOCAB: usize = 1021;
@@ -27,21 +28,9 @@ fn case(components: usize, d: usize, dtype: DType) -> Result<Case> {
     Ok(Case::random(Head::Mixture, Sizes::new(0, d, components, VOCAB), &[MOST], 5).rounded(dtype)?)
 }
 
-/// For each position the best ids, the bits of their log-probabilities, and an id that is drawn with this number.
+/// What is decoded of some positions of a case.
 fn found(case: &Case, first: usize, positions: usize, dtype: DType) -> Result<Vec<Vec<u64>>> {
-    let mixture = case.at(first..first + positions).mixture(dtype, &Device::Cpu)?;
-    let mut sampler = Sampler::new(Sampling::new(), 7)?;
-    // The numbers of the positions before these.
-    sampler.uniform(first);
-    let drawn = mixture.sample(&mut sampler)?.to_vec1::<u32>()?;
-    // The best ids with the forms of a draw: those of `top_k` depend on the number of rows.
-    let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(50);
-    let tokens = mixture.next_tokens(&vec![&request; positions])?;
-    let position_bits = |(token, id): (&NextToken, u32)| {
-        let bits = token.best.iter().flat_map(|&(id, log_p)| [u64::from(id), log_p.to_bits()]);
-        bits.chain([u64::from(id)]).collect()
-    };
-    Ok(tokens.iter().zip(drawn).map(position_bits).collect())
+    decoded_bits(&case.at(first..first + positions).mixture(dtype, &Device::Cpu)?, first, positions, 50)
 }
 
 #[test]

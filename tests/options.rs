@@ -78,33 +78,27 @@ proptest! {
     }
 }
 
+/// Compares every entry with the reference under each choice of options.
+fn check_choices(dtype: DType, choices: &[&[Choice]], seed: u64, device: &Device) -> Result<()> {
+    for head in ENTRIES {
+        for &choices in choices {
+            let mut case = case(head, seed);
+            let objective = objective(choices, &mut case);
+            eprintln!("options {choices:?}");
+            Check::new(dtype).run(&case, &objective, device)?;
+        }
+    }
+    Ok(())
+}
+
 on_each_device! {
     fn each_option_alone_equals_the_reference(device: &Device) -> Result<()> {
-        for &dtype in dtypes(device) {
-            for head in ENTRIES {
-                for choices in ALONE {
-                    let mut case = case(head, 60);
-                    let objective = objective(choices, &mut case);
-                    eprintln!("options {choices:?}");
-                    Check::new(dtype).run(&case, &objective, device)?;
-                }
-            }
-        }
-        Ok(())
+        dtypes(device).iter().try_for_each(|&dtype| check_choices(dtype, &ALONE, 60, device))
     }
 
     fn combined_options_equal_the_reference(device: &Device) -> Result<()> {
-        for &dtype in dtypes(device).iter().filter(|d| d.size_in_bytes() >= 4) {
-            for head in ENTRIES {
-                for choices in COMBINED {
-                    let mut case = case(head, 61);
-                    let objective = objective(choices, &mut case);
-                    eprintln!("options {choices:?}");
-                    Check::new(dtype).run(&case, &objective, device)?;
-                }
-            }
-        }
-        Ok(())
+        let dtypes = dtypes(device).iter().filter(|dtype| dtype.size_in_bytes() >= 4);
+        dtypes.into_iter().try_for_each(|&dtype| check_choices(dtype, &COMBINED, 61, device))
     }
 
     fn all_options_at_once_in_small_chunks_equal_the_reference(device: &Device) -> Result<()> {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
+use common::decoded_bits;
 use common::needs;
 use common::quantised::{quantised, rows, Parameters, BLOCKS, HIDDEN, TYPES};
 use common::values::{numbers, uniform};
@@ -179,19 +180,10 @@ fn the_weight_is_what_candle_dequantises() -> Result<()> {
     Ok(())
 }
 
-/// For each position the best ids with the bits of their log-probabilities, and a draw.
+/// What is decoded of some hidden states.
 fn decoded(head: &dyn MixtureLayer, hidden: &Tensor, first: usize, positions: usize) -> Result<Vec<Vec<u64>>> {
     let mixture = head.mixture(&hidden.narrow(0, first, positions)?, DropoutMasks::Off)?;
-    let mut sampler = Sampler::new(Sampling::new(), 7)?;
-    sampler.uniform(first);
-    let drawn = mixture.sample(&mut sampler)?.to_vec1::<u32>()?;
-    let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(20);
-    let tokens = mixture.next_tokens(&vec![&request; positions])?;
-    let position_bits = |(token, id): (&mos_head::decode::NextToken, u32)| {
-        let bits = token.best.iter().flat_map(|&(id, log_p)| [u64::from(id), log_p.to_bits()]);
-        bits.chain([u64::from(token.token_id), token.log_prob.to_bits(), u64::from(id)]).collect()
-    };
-    Ok(tokens.iter().zip(drawn).map(position_bits).collect())
+    decoded_bits(&mixture, first, positions, 20)
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! What a quantised decoder does not take is an error that names it, before any work.
 
 mod common;
+#[path = "common/ranks.rs"]
+mod ranks;
 
 use std::sync::Arc;
 
@@ -9,13 +11,14 @@ use candle_core::{DType, Device, Module, Tensor};
 use common::quantised::{quantised, Parameters, BLOCKS, HIDDEN};
 use common::values::uniform;
 use mos_head::decode::{Sampler, Sampling};
-use mos_head::distributed::{Collectives, Numbers, VocabShard};
+use mos_head::distributed::VocabShard;
 use mos_head::parts::{Decoder, LowRankAdapter, QuantisedLinear};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::{
     Distributions, DropoutMasks, Error, LossOptions, MixtureLayer, OptionName, OutputLayer, Precision, Result,
     SoftmaxHead,
 };
+use ranks::on_ranks;
 
 const VOCAB: usize = 19;
 const D: usize = 256;
@@ -131,40 +134,17 @@ fn variables_of_a_sample_s_rows_are_unsupported() -> Result<()> {
     Ok(())
 }
 
-/// The only rank.
-#[derive(Debug)]
-struct Alone;
-
-impl Collectives for Alone {
-    fn rank(&self) -> usize {
-        0
-    }
-
-    fn ranks(&self) -> usize {
-        1
-    }
-
-    fn all_reduce_sum(&self, _: Numbers<'_>) -> Result<()> {
-        Ok(())
-    }
-
-    fn all_gather(&self, numbers: &[f64]) -> Result<Vec<f64>> {
-        Ok(numbers.to_vec())
-    }
-
-    fn broadcast(&self, _: Numbers<'_>, _: usize) -> Result<()> {
-        Ok(())
-    }
-}
-
 #[test]
 fn a_vocabulary_that_ranks_share_is_unsupported() -> Result<()> {
-    let shard = VocabShard::new(Arc::new(Alone), VOCAB)?;
-    let mixture = head()?.mixture(&hidden(DType::F32)?, DropoutMasks::Off)?.vocab_parallel(&shard);
-    let is_named = |error: Error| matches!(error, Error::Unsupported { option: OptionName::QuantisedRows, .. });
-    assert!(mixture.loss(&targets()?, &LossOptions::new()).is_err_and(is_named));
-    assert!(mixture.top_k(2).is_err_and(is_named));
-    Ok(())
+    let on_rank = |ranks| -> Result<()> {
+        let shard = VocabShard::new(ranks, VOCAB)?;
+        let mixture = head()?.mixture(&hidden(DType::F32)?, DropoutMasks::Off)?.vocab_parallel(&shard);
+        let is_named = |error: Error| matches!(error, Error::Unsupported { option: OptionName::QuantisedRows, .. });
+        assert!(mixture.loss(&targets()?, &LossOptions::new()).is_err_and(is_named));
+        assert!(mixture.top_k(2).is_err_and(is_named));
+        Ok(())
+    };
+    on_ranks(1, on_rank).into_iter().collect()
 }
 
 #[test]

@@ -24,6 +24,8 @@ pub mod scores;
 pub mod values;
 
 use candle_core::{DType, Device, Tensor};
+use mos_head::decode::{NextToken, Sampler, Sampling, TokenRequest};
+use mos_head::{Distributions, Mixture};
 
 /// Every device that the test binary can use: the CPU, and a GPU if candle was built for one and one is available.
 /// Where none is, a line says so, or with `MOS_HEAD_NEED_GPU=1` it is an error.
@@ -87,3 +89,20 @@ macro_rules! on_each_device {
     )+};
 }
 pub(crate) use on_each_device;
+
+/// For each of `positions` positions from `first` on: the ids and bits of the `best` ids, of the most probable one, and
+/// an id that is drawn with the number of the position.
+pub fn decoded_bits(mixture: &Mixture, first: usize, positions: usize, best: usize) -> mos_head::Result<Vec<Vec<u64>>> {
+    let mut sampler = Sampler::new(Sampling::new(), 7)?;
+    // The numbers of the positions before these.
+    sampler.uniform(first);
+    let drawn = mixture.sample(&mut sampler)?.to_vec1::<u32>()?;
+    // The best ids with the forms of a draw: those of `top_k` depend on the number of rows.
+    let request = TokenRequest::new(Sampling::greedy(), 0)?.with_best(best);
+    let tokens = mixture.next_tokens(&vec![&request; positions])?;
+    let position_bits = |(token, id): (&NextToken, u32)| {
+        let bits = token.best.iter().flat_map(|&(id, log_p)| [u64::from(id), log_p.to_bits()]);
+        bits.chain([u64::from(token.token_id), token.log_prob.to_bits(), u64::from(id)]).collect()
+    };
+    Ok(tokens.iter().zip(drawn).map(position_bits).collect())
+}

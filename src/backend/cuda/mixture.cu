@@ -107,9 +107,10 @@ KERNEL row_soft_mass(Logits logits, Objective objective, Rows rows, Scored score
     __shared__ float warp_values[WARPS];
     functions::row_soft_mass(logits, objective, rows, scored, log_probs, INDICES, warp_values);
 }
-KERNEL log_prior_gradients(Objective objective, Rows rows, float *log_prior_gradient, float *own_gradient, i64 count,
-                           int components) {
-    functions::log_prior_gradients(objective, rows, log_prior_gradient, own_gradient, count, components, INDICES);
+KERNEL log_prior_gradients(Objective objective, Rows rows, float *log_prior_gradient, float *own_gradient,
+                           const float *gradient_factor, i64 count, int components) {
+    functions::log_prior_gradients(objective, rows, log_prior_gradient, own_gradient, gradient_factor, count, components,
+                                   INDICES);
 }
 KERNEL position_targets(const i64 *targets, const float *position_weights, const float *class_weights, i64 ignore_index,
                         int has_ignore_index, float smoothing, int *ids, float *hard, float *weights, float *counts,

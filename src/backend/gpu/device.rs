@@ -81,7 +81,7 @@ impl GpuKind {
 }
 
 /// A tensor whose memory the kernels read or write, with its address.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(in crate::backend) struct Buffer {
     pub(in crate::backend) tensor: Tensor,
     address: u64,
@@ -124,6 +124,11 @@ impl Buffer {
     /// The address of an element.
     pub(in crate::backend) fn at(&self, element: usize) -> u64 {
         self.address + (element * self.tensor.dtype().size_in_bytes()) as u64
+    }
+
+    /// One element as a buffer, a scalar.
+    pub(super) fn element(&self, element: usize) -> Result<Self> {
+        Ok(Buffer { tensor: self.tensor.narrow(0, element, 1)?.squeeze(0)?, address: self.at(element) })
     }
 
     /// The buffer as a row-major matrix, from `first_row` on.

@@ -150,6 +150,7 @@ kernels! {
         rows: RowsArgument,
         log_prior_gradient: Write,
         own_gradient: Write,
+        gradient_factor: Read,
         count: i64,
         components: i32,
     }

@@ -171,18 +171,16 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
     pub(super) fn own_gradient(&self) -> Result<Option<Tensor>> {
         let Sizes { positions, components, .. } = self.chunks.inputs.sizes;
         let Some(own) = self.gradients.as_ref().and_then(|gradients| gradients.own.as_ref()) else { return Ok(None) };
-        let gradient = own.shaped((positions, components))?;
-        Ok(Some(gradient.broadcast_mul(&self.objective.factor)?))
+        own.shaped((positions, components)).map(Some)
     }
 
-    /// The gradients. The kernels leave the factor of all positions to this step only for the log-priors.
+    /// The gradients.
     pub(super) fn into_gradients(self) -> Result<Gradients> {
         let Sizes { positions, components, vocab, .. } = self.chunks.inputs.sizes;
         let Some(gradients) = self.gradients else { return Ok(Gradients::default()) };
         let shaped =
             |gradient: Option<Buffer>, shape: &[usize]| gradient.map(|gradient| gradient.shaped(shape)).transpose();
         let log_priors = shaped(Some(gradients.log_priors), &[positions, components])?;
-        let scaled = |gradient: Tensor| gradient.broadcast_mul(&self.objective.factor);
         let (gpu, is_final) = (self.chunks.gpu, gradients.sums == Sums::Final);
         let (mut contexts, mut decoder, mut bias) = (Vec::new(), Vec::new(), None);
         for (i, (columns, gradient)) in self.chunks.inputs.columns.iter().zip(gradients.columns).enumerate() {
@@ -206,7 +204,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
         let mut decoder = decoder.into_iter();
         Ok(Gradients {
             contexts: if contexts.is_empty() { None } else { Some(Tensor::cat(&contexts, 2)?) },
-            log_priors: log_priors.filter(|_| self.chunks.planned.needs_grad.log_priors).map(scaled).transpose()?,
+            log_priors: log_priors.filter(|_| self.chunks.planned.needs_grad.log_priors),
             weight: decoder.next().flatten(),
             adapter: decoder.next().flatten(),
             bias,
@@ -269,6 +267,7 @@ impl<'a, G: Gpu> LossChunks<'a, G> {
             rows: row_values,
             log_prior_gradient: Write(gradients.log_priors.at(rows.start)),
             own_gradient: Write(gradients.own.as_ref().map_or(0, |own| own.at(rows.start))),
+            gradient_factor: Read(self.objective.factor.at(0)),
             count: rows.len() as i64,
             components: self.chunks.inputs.sizes.components as i32,
         };

@@ -23,8 +23,8 @@ pub(super) struct DeviceObjective {
     pub(super) terms: LossTerms,
     /// The power of two that the kernels multiply the gradient of the logits by.
     unit: f32,
-    /// A factor of the gradients that the kernels leave out, a scalar.
-    pub(super) factor: Tensor,
+    /// `[1]`: a factor of the gradients of all positions.
+    pub(super) factor: Buffer,
     logits_factors: LogitsFactors,
 }
 
@@ -39,8 +39,11 @@ struct LogitsFactors {
 impl LogitsFactors {
     /// The factors whose product is `factor` times the scale of the logits. In f16 the products divide by `unit`, which
     /// the kernels have multiplied by.
-    fn new<G: Gpu>(gpu: &G, dtype: DType, factor: &Tensor, unit: f32, logit_scale: f64) -> Result<Self> {
-        let buffer = |scale: f64| Ok::<_, Error>(Some(Buffer::new(gpu, factor.affine(scale, 0.0)?)?));
+    fn new<G: Gpu>(gpu: &G, dtype: DType, factor: &Buffer, unit: f32, logit_scale: f64) -> Result<Self> {
+        let buffer = |scale: f64| match scale {
+            1.0 => Ok::<_, Error>(Some(factor.clone())),
+            _ => Ok(Some(Buffer::new(gpu, factor.tensor.affine(scale, 0.0)?)?)),
+        };
         Ok(match dtype {
             DType::F16 => LogitsFactors { kernel: None, products: buffer(logit_scale / f64::from(unit))? },
             _ => LogitsFactors { kernel: buffer(logit_scale)?, products: None },
@@ -83,14 +86,14 @@ impl DeviceObjective {
         Ok(DeviceObjective {
             soft: Some(Buffer::new(gpu, upstream.broadcast_div(&factor)?.neg()?)?),
             soft_stride: vocab,
-            ..Self::new(gpu, LossTerms::default(), factor, operands)?
+            ..Self::new(gpu, LossTerms::default(), Buffer::new(gpu, factor)?, operands)?
         })
     }
 
     /// The inner product of scores and their upstream gradients, which are not known yet.
     pub(super) fn from_scores<G: Gpu>(gpu: &G, scored: &Scored, operands: &Operands) -> Result<Self> {
         let device = operands.contexts.device();
-        let factor = Tensor::full(1.0 / scored.temperature as f32, (), device)?;
+        let factor = Buffer::new(gpu, Tensor::full(1.0 / scored.temperature as f32, (), device)?)?;
         Ok(DeviceObjective {
             scales: Some(Buffer::unwritten(gpu, operands.sizes.positions, DType::F32, device)?),
             ..Self::new(gpu, LossTerms::default(), factor, operands)?
@@ -98,7 +101,7 @@ impl DeviceObjective {
     }
 
     /// An objective without targets and masses, whose gradients have this factor.
-    fn new<G: Gpu>(gpu: &G, terms: LossTerms, factor: Tensor, operands: &Operands) -> Result<Self> {
+    fn new<G: Gpu>(gpu: &G, terms: LossTerms, factor: Buffer, operands: &Operands) -> Result<Self> {
         let dtype = gpu.kind().gradient_dtype(product_dtype(operands));
         let unit = if dtype == DType::F16 { half_unit(terms.z_loss) } else { 1.0 };
         let logits_factors = LogitsFactors::new(gpu, dtype, &factor, unit, operands.logit_scale)?;
@@ -126,7 +129,7 @@ impl DeviceObjective {
         // An infinite bound and NaN are left to the positions that have them.
         let is_usual = (largest.gt(0f32)? * largest.le(f32::MAX)?)?;
         let largest = is_usual.where_cond(&largest, &one)?;
-        let factor = (&largest * &self.factor)?;
+        let factor = Buffer::new(gpu, (&largest * &self.factor.tensor)?)?;
         self.logits_factors = LogitsFactors {
             kernel: Some(Buffer::new(gpu, largest.recip()?)?),
             ..LogitsFactors::new(gpu, dtype, &factor, self.unit, operands.logit_scale)?

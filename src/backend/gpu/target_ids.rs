@@ -89,17 +89,12 @@ impl DeviceTargetIds {
 
     /// The denominator of the mean, a scalar.
     pub(super) fn count(&self) -> Result<Tensor> {
-        self.scalar(0)
+        Ok(self.scalars.element(0)?.tensor)
     }
 
     /// The address of the denominator of the mean.
     pub(super) fn count_at(&self) -> u64 {
         self.scalars.at(0)
-    }
-
-    /// One of the scalars of the kernel `reduction_scales`.
-    fn scalar(&self, i: usize) -> Result<Tensor> {
-        Ok(self.scalars.tensor.narrow(0, i, 1)?.squeeze(0)?)
     }
 }
 
@@ -108,7 +103,7 @@ pub(super) struct GradientScales {
     /// `[positions]`, divided by the factor, so that the largest is about 1.
     pub(super) scales: Buffer,
     /// A scalar.
-    pub(super) factor: Tensor,
+    pub(super) factor: Buffer,
 }
 
 impl GradientScales {
@@ -121,10 +116,10 @@ impl GradientScales {
         let (largest_upstream, factor) = match &upstream {
             Some(upstream) if positions > 0 => {
                 let largest = upstream.tensor.abs()?.max(D::Minus1)?;
-                let factor = (&largest * targets.scalar(2)?)?;
+                let factor = Buffer::new(gpu, (&largest * targets.scalars.element(2)?.tensor)?)?;
                 (Some(Buffer::new(gpu, largest)?), factor)
             }
-            _ => (None, targets.scalar(3)?),
+            _ => (None, targets.scalars.element(3)?),
         };
         let common_scale = largest_upstream.as_ref().map_or(targets.scalars.at(1), |largest| largest.at(0));
         let arguments = PositionGradientScalesArguments {

@@ -190,9 +190,9 @@ KERNEL row_soft_mass(LOGITS, OBJECTIVE, ROWS, SCORED, device const float *log_pr
                              warp_values);
 }
 KERNEL log_prior_gradients(OBJECTIVE, ROWS, device float *log_prior_gradient, device float *own_gradient,
-                           constant i64 &count, constant int &components, INDICES) {
-    functions::log_prior_gradients(OBJECTIVE_AT(0), ROWS_AT(6), log_prior_gradient, GIVEN(11, own_gradient), count,
-                                   components, block, tid);
+                           device const float *gradient_factor, constant i64 &count, constant int &components, INDICES) {
+    functions::log_prior_gradients(OBJECTIVE_AT(0), ROWS_AT(6), log_prior_gradient, GIVEN(11, own_gradient),
+                                   gradient_factor, count, components, block, tid);
 }
 KERNEL position_targets(device const i64 *targets, device const float *position_weights,
                         device const float *class_weights, constant i64 &ignore_index, constant int &has_ignore_index,

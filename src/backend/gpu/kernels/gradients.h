@@ -65,16 +65,17 @@ FUNCTION void row_soft_mass(Logits logits, Objective objective, Rows rows, Score
 }
 
 // One thread per row: computes the factor of its gradient, the gradient of its log-prior and, unless the pointer is
-// null, that of its own target's logit.
+// null, that of its own target's logit. `gradient_factor` [1] is a factor of both.
 FUNCTION void log_prior_gradients(Objective objective, Rows rows, GLOBAL float *log_prior_gradient,
-                                  GLOBAL float *own_gradient, i64 count, int components, uint block, uint tid) {
+                                  GLOBAL float *own_gradient, GLOBAL const float *gradient_factor, i64 count,
+                                  int components, uint block, uint tid) {
     const i64 r = (i64)block * BLOCK + tid, t = r / components;
     if (r >= count) return;
     const float scale = objective.scale(t), mass = rows.mass(r);
-    log_prior_gradient[r] = weighted(scale, -mass);
+    log_prior_gradient[r] = weighted(scale, -mass) * gradient_factor[0];
     if (own_gradient) {
         const float target_softmax = exponential(rows.target_logit(r) - rows.largest(r) - rows.log_sum(r));
-        own_gradient[r] = weighted(scale, weighted(mass, target_softmax) - rows.hard_mass(r));
+        own_gradient[r] = weighted(scale, weighted(mass, target_softmax) - rows.hard_mass(r)) * gradient_factor[0];
     }
     const float lse = rows.largest(r) + rows.log_sum(r);
     const float softmax_scale = scale * (mass + 2.f * objective.terms.z_loss / components * lse);

@@ -12,7 +12,7 @@ use crate::loss::{LossOptions, Reduction};
 use crate::tensors::log_softmax;
 
 /// Plausible mistakes in the source that both languages share.
-const SHARED_MUTATIONS: [(&str, &str); 57] = [
+const SHARED_MUTATIONS: [(&str, &str); 59] = [
     ("v < logits.vocab && v != left_out", "v < logits.vocab - 1 && v != left_out"),
     ("v < logits.vocab && v != left_out", "v < logits.vocab"),
     ("if (rows.own_logits && id >= 0) sum.add({rows.own_logits[r], 1.f});", ""),
@@ -39,7 +39,9 @@ const SHARED_MUTATIONS: [(&str, &str); 57] = [
     ("g[i] = g[i] == 0.f ? 0.f : g[i] * logits.slope(logit);", ""),
     ("rows.mass(r) += mass;", "rows.mass(r) = mass;"),
     ("2.f * objective.terms.z_loss / components", "objective.terms.z_loss / components"),
-    ("log_prior_gradient[r] = weighted(scale, -mass);", "log_prior_gradient[r] = weighted(scale, mass);"),
+    ("weighted(scale, -mass) * gradient_factor[0]", "weighted(scale, mass) * gradient_factor[0]"),
+    ("weighted(scale, -mass) * gradient_factor[0]", "weighted(scale, -mass)"),
+    ("rows.hard_mass(r)) * gradient_factor[0]", "rows.hard_mass(r))"),
     ("weights[t] / *largest_weight", "weights[t]"),
     ("hard[t] = class_weight * (1.f - smoothing);", "hard[t] = class_weight;"),
     ("counts[t] = weight * class_weight;", "counts[t] = weight;"),

@@ -16,7 +16,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from record import add_arguments, emit_step, start
+from record import add_arguments, emit_step, operands, start
 from step import SHAPES
 
 
@@ -72,13 +72,8 @@ def main():
     add_arguments(parser)
     args = parser.parse_args()
     start(args)
-    positions, components, d, vocab, _ = SHAPES[args.shape]
-    positions = args.positions or positions
-    if args.implementation == "chunked" and components > 1:
-        raise SystemExit("chunked: only for one softmax")
-    contexts = torch.randn(positions, components, d).requires_grad_()
-    weight = (torch.randn(vocab, d) * 0.06).requires_grad_()
-    log_priors = None if components == 1 else F.log_softmax(torch.randn(positions, components), -1).requires_grad_()
+    contexts, weight, log_priors = operands(args, SHAPES[args.shape])
+    (positions, components, _), vocab = contexts.shape, len(weight)
     teacher = -contexts.detach()
     # The decoder of the teacher is the student's, as in `step_time`.
     teacher_weight, constant_priors = weight.detach(), None if log_priors is None else log_priors.detach()

@@ -22,6 +22,18 @@ def start(arguments):
     torch.manual_seed(1)
 
 
+def operands(args, shape):
+    """Random contexts [positions, K, d], a weight [vocab, d] and, for several components, log-priors, all with gradients."""
+    positions, components, d, vocab, _ = shape
+    positions = args.positions or positions
+    if args.implementation == "chunked" and components > 1:
+        raise SystemExit("chunked: only for one softmax")
+    contexts = torch.randn(positions, components, d).requires_grad_()
+    weight = (torch.randn(vocab, d) * 0.06).requires_grad_()
+    log_priors = None if components == 1 else torch.randn(positions, components).log_softmax(-1).requires_grad_()
+    return contexts, weight, log_priors
+
+
 def default_threads():
     """As many as this crate uses."""
     return int(os.environ.get("RAYON_NUM_THREADS") or len(os.sched_getaffinity(0)))

@@ -16,7 +16,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from record import add_arguments, emit_step, start
+from record import add_arguments, emit_step, operands, start
 from step import SHAPES
 
 
@@ -64,13 +64,8 @@ def main():
     add_arguments(parser)
     args = parser.parse_args()
     start(args)
-    positions, components, d, vocab, _ = SHAPES[args.shape]
-    positions = args.positions or positions
-    if args.implementation == "chunked" and components > 1:
-        raise SystemExit("chunked: only for one softmax")
-    contexts = torch.randn(positions, components, d).requires_grad_()
-    weight = (torch.randn(vocab, d) * 0.06).requires_grad_()
-    log_priors = None if components == 1 else F.log_softmax(torch.randn(positions, components), -1).requires_grad_()
+    contexts, weight, log_priors = operands(args, SHAPES[args.shape])
+    (positions, components, _), vocab = contexts.shape, len(weight)
     targets = torch.arange(positions) * 7919 % vocab
 
     def scores():

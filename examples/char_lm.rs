@@ -74,7 +74,10 @@ impl Model {
 
     /// Reads a text in parallel streams and returns its bits per character. Trains if there is an optimizer.
     fn read(&self, text: &[u32], mut adam: Option<&mut AdamW>) -> Result<f64> {
-        let length = (text.len() - 1) / STREAMS / STEPS * STEPS;
+        let length = text.len().saturating_sub(1) / STREAMS / STEPS * STEPS;
+        if length == 0 {
+            return Err(format!("a text of {} characters, expected more than {}", text.len(), STREAMS * STEPS).into());
+        }
         let tensor =
             |first| Tensor::from_slice(&text[first..first + STREAMS * length], (STREAMS, length), &Device::Cpu);
         let (inputs, targets) = (tensor(0)?, tensor(1)?);

@@ -126,7 +126,7 @@ fn train(name: &str, is_control: bool) -> Result<f32> {
         }
     }
     let sequences = model.sample(&[3, 20, 41], &mut sampler)?.to_vec2::<u32>()?;
-    println!("{name} after 3, 20, 41: {:?}\n", sequences.iter().map(|s| &s[..5]).collect::<Vec<_>>());
+    println!("{name} after 3, 20, 41: {:?}\n", sequences);
     Ok(mean_rewards[mean_rewards.len() - 10..].iter().sum::<f32>() / 10.0)
 }
 

@@ -155,7 +155,11 @@ fn from_folder(folder: &Path) -> Result<Corpus> {
             (Some(unknown), _) => *ids.get(word).unwrap_or(&unknown),
             (None, new) => *ids.entry(word.to_owned()).or_insert(new),
         });
-        Ok([0].into_iter().chain(words).collect())
+        let text: Vec<u32> = [0].into_iter().chain(words).collect();
+        match text.len() {
+            1 => Err(format!("{}: a text without words", path.display()).into()),
+            _ => Ok(text),
+        }
     };
     let (train, valid) = (read("train.txt")?, read("valid.txt")?);
     let test = if folder.join("test.txt").exists() { Some(read("test.txt")?) } else { None };

@@ -80,7 +80,12 @@ fn pairs(args: &Args) -> Result<[Vec<[String; 2]>; 2]> {
     let read = |file: String| std::fs::read_to_string(folder.join(&file)).map_err(|error| format!("{file}: {error}"));
     let pairs = |name: &str| -> Result<Vec<_>> {
         let [sources, targets] = [0, 1].map(|side| read(format!("{name}.{}", args.languages[side])));
-        Ok(sources?.lines().zip(targets?.lines()).map(|(source, target)| [source.into(), target.into()]).collect())
+        let (sources, targets) = (sources?, targets?);
+        let counts = [sources.lines().count(), targets.lines().count()];
+        if counts[0] != counts[1] || counts[0] == 0 {
+            return Err(format!("the files {name}.* have {counts:?} lines, expected as many, and one at least").into());
+        }
+        Ok(sources.lines().zip(targets.lines()).map(|(source, target)| [source.into(), target.into()]).collect())
     };
     Ok([pairs("train")?, pairs("valid")?])
 }
@@ -242,7 +247,8 @@ fn bleu(found: &[String], pairs: &[[String; 2]]) -> f64 {
             }
         }
     }
-    let logs: f64 = (0..4).map(|i| f64::ln(matches[i] / totals[i])).sum();
+    // Where nothing is as long as n words, nothing matches.
+    let logs: f64 = (0..4).map(|i| f64::ln(matches[i] / f64::max(totals[i], 1.0))).sum();
     100.0 * (logs / 4.0 + (1.0 - lengths[1] / lengths[0]).min(0.0)).exp()
 }
 
@@ -290,6 +296,9 @@ fn main() -> Result<()> {
     let words = [0, 1].map(|side| vocabulary(&train_texts, side));
     let [train, valid] = [&train_texts, &valid_texts].map(|texts| encode(texts, &words));
     let sizes = words.each_ref().map(Vec::len);
+    if sizes[1] <= components {
+        return Err("no word occurs twice in the targets for training".into());
+    }
     // With this context size the mixtures have as many parameters as the softmax.
     let context = ((sizes[1] - components) * hidden) as f64 / (sizes[1] + components * (hidden + 1)) as f64;
     let mixture = MixtureConfig::new(hidden, sizes[1], components).with_context_dim(context.round() as usize);

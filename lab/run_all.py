@@ -121,7 +121,8 @@ class Run:
 
     def result(self, results):
         is_mine = lambda line: line["figure"] == self.figure and all(line.get(key) == of for key, of in self.key.items())
-        return next((line for line in results if is_mine(line)), None)
+        # The last line is the one that the tables show.
+        return next((line for line in reversed(results) if is_mine(line)), None)
 
     def is_needed(self, results, others):
         """Whether a run that has no line yet reads its checkpoint."""
@@ -145,8 +146,10 @@ class Bottleneck(Run):
 
 def best(trials, results):
     """The setting of the trial with the lowest validation perplexity; one that diverged has none."""
-    lines = [trial.result(results) for trial in trials]
-    return min((line for line in lines if line.get("valid_perplexity")), key=lambda line: line["valid_perplexity"])["setting"]
+    lines = [line for trial in trials if (line := trial.result(results)).get("valid_perplexity")]
+    if not lines:
+        raise RuntimeError(f"all trials diverged: {', '.join(trial.name for trial in trials)}")
+    return min(lines, key=lambda line: line["valid_perplexity"])["setting"]
 
 
 def language_model(name, figure, data, flags, needs=(), **more):
@@ -339,8 +342,9 @@ def write(path, lines):
         file.writelines(lines)
 
 
-def read(path):
+def read(path, start=0):
     with open(path, encoding="utf-8") as file:
+        file.seek(start)
         return file.readlines()
 
 
@@ -490,7 +494,7 @@ class Runner:
                 ready = [run for run in free if all(is_done(need) for need in run.needs)]
                 if ready:
                     self.running.add(ready[0].name)
-                    return ready[0], self.flags(ready[0], results)
+                    return ready[0]
                 if not self.running:
                     return None
             time.sleep(2)
@@ -501,10 +505,9 @@ class Runner:
         return run.resolved(results) + (f" --device {self.device}" if is_on_device else "")
 
     def work(self):
-        while found := self.next():
-            run, flags = found
+        while run := self.next():
             try:
-                (self.measure if isinstance(run, Bottleneck) else self.train)(run, flags)
+                (self.measure if isinstance(run, Bottleneck) else self.train)(run, self.flags(run, load()))
             except Exception as error:  # All others go on.
                 print(f"{run.name}: {error}", file=sys.stderr)
                 self.failed.add(run.name)
@@ -533,15 +536,16 @@ class Runner:
                 return add([kept | {"figure": run.figure, **run.key}])
         minutes = (self.deadline - time.time()) / 60
         # The state of a leg is that of a run which went on from another file.
-        if os.path.exists(run.path(".leg.safetensors")):
-            flags = re.sub(r"--resume \S+ ", "", flags)
-        command = [program(run.program), *data_flags(run, os.path.join(RUNS, run.data or "")), *flags.replace("{RUNS}", RUNS).split()]
+        here = re.sub(r"--resume \S+ ", "", flags) if os.path.exists(run.path(".leg.safetensors")) else flags
+        command = [program(run.program), *data_flags(run, os.path.join(RUNS, run.data or "")), *here.replace("{RUNS}", RUNS).split()]
         command += ["--save", run.path(".safetensors"), "--minutes", f"{max(minutes, 0.1):.2f}"]
         command += ["--results", run.path(".jsonl"), "--json"]
         print(f"{time.strftime('%H:%M')} {run.name}: {flags}", file=sys.stderr, flush=True)
         with open(run.path(".log"), "a", encoding="utf-8") as log:
+            before = log.tell()
             subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, preexec_fn=lambda: os.nice(10))
-        output = read(run.path(".log"))
+        # Earlier legs, or another run of this name, wrote what is before.
+        output = read(run.path(".log"), before)
         if not any(line.startswith("[{") for line in output):
             if any("the same command continues" in line for line in output[-3:]):
                 return

@@ -66,5 +66,7 @@ for commit in "$@"; do
     cargo build --locked --quiet --lib
     # In the body of a function.
     sed -i '0,/-> Result<.*{$/s//&\n        std::hint::black_box(());/' src/heads/head.rs
-    printf '%-8s %-14s %7s s after a change in src/heads\n' debug "$commit" "$(cpu_seconds cargo build --locked --lib)"
+    # On a line of its own, where a failure ends the script.
+    seconds=$(cpu_seconds cargo build --locked --lib)
+    printf '%-8s %-14s %7s s after a change in src/heads\n' debug "$commit" "$seconds"
 done

@@ -7,6 +7,7 @@
 #                                                which should have nothing else to do. Prints JSON lines
 set -euo pipefail
 [[ ${1:-} != --help ]] || { sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit; }
+[[ -z ${2:-} ]] || set -- "$1" "$(realpath "$2")" "${@:3}"
 cd "$(dirname "$0")/.."
 usage() { sed -n 's/^# \? \?//; 4,7p' "$0" >&2; exit 2; }
 cargo build --quiet --locked --release -p lab --features mpi --bin language_model

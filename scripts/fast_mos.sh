@@ -20,6 +20,8 @@ folder=$(realpath "${1:?the folder of the texts: scripts/fast_mos.sh DIR [EPOCHS
 out=$(realpath -m "${OUT:-fast_mos.jsonl}")
 cd "$(dirname "$0")/.."
 epochs=${2:-4}
+[[ $epochs =~ ^[0-9]+$ ]] || { echo "EPOCHS is $epochs, expected a number" >&2; exit 2; }
+failed=0
 shift $(($# < 2 ? $# : 2))
 flags=("$@")
 codes=${CODES:-1200}
@@ -39,7 +41,8 @@ run() {
     if [ "$components" = 1 ]; then head=(--head softmax); fi
     echo "$name, K = $components" >&2
     "$translation" --data "$folder" --epochs "$epochs" --hidden "$hidden" "${head[@]}" "$@" "${flags[@]}" --samples 0 --json |
-        grep '^\[{' | sed "s/^\[{/{\"run\":\"$name\",/; s/}\]$/}/" >>"$out" || echo "$name, K = $components: failed" >&2
+        grep '^\[{' | sed "s/^\[{/{\"run\":\"$name\",/; s/}\]$/}/" >>"$out" ||
+        { failed=1 && echo "$name, K = $components: failed" >&2; }
 }
 
 hybrid=(--vocab hybrid --codes "$codes")
@@ -69,3 +72,4 @@ for line in open(sys.argv[1]).readlines()[int(sys.argv[2]):]:
           f"| {number(row['seconds_per_batch'], 3)} | {number(row['peak_mib'], 0)} "
           f"| {number(row['valid_perplexity'], 2)} | {number(row['scores'].get('bleu'), 1)} |")
 TABLE
+exit $failed

@@ -7,20 +7,21 @@
 # DIR has train.txt and valid.txt; OUT (default: limits) gets the checkpoints, logs and results. EPOCHS (5), MINUTES (60, of
 # a leg of each model) and JOBS (2, models at a time, each on one thread) change what is run.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 if [[ ${1:---help} == -* ]]; then
     sed -n '2,/^set -euo/{/^set/d;s/^# \{0,1\}//;p}' "$0"
     exit
 fi
-data=$1 out=${2:-limits}
+data=$(realpath "$1") out=$(realpath -m "${2:-limits}")
+cd "$(dirname "$0")/.."
 mkdir -p "$out"
+failed=0
 cargo build --release --locked -p lab --bin language_model
 program=${CARGO_TARGET_DIR:-target}/release/language_model
 export RAYON_NUM_THREADS=1
 run() {
     local name=$1
     shift
-    while (($(jobs -rp | wc -l) >= ${JOBS:-2})); do wait -n || true; done
+    while (($(jobs -rp | wc -l) >= ${JOBS:-2})); do wait -n || failed=1; done
     echo "== $name"
     "$program" --data "$data" --preset limits-small --epochs "${EPOCHS:-5}" --minutes "${MINUTES:-60}" \
         --save "$out/$name.safetensors" --results "$out/$name.jsonl" "$@" >>"$out/$name.log" 2>&1 &
@@ -31,5 +32,6 @@ run spelled --spelled-inputs true
 # At the learning rate of the others the CNN softmax diverges.
 run spelled-cnn --spelled-inputs true --output char-cnn --correction 0 --lr 0.05
 run spelled-cnn-corrected --spelled-inputs true --output char-cnn --correction 32 --lr 0.05
-while (($(jobs -rp | wc -l))); do wait -n || true; done
+for job in $(jobs -p); do wait "$job" || failed=1; done
 for log in "$out"/*.log; do printf '%s: %s\n' "$(basename "$log" .log)" "$(tail -n 1 "$log")"; done
+exit $failed

@@ -141,6 +141,11 @@ on_each_device! {
         let loss = head.loss(&hidden, &targets, &options)?;
         let error = (loss.value * 2.0)?.backward().map(|_| ()).expect_err("a multiple").to_string();
         assert!(error.contains("gradient_sum"), "{error}");
+        // The rows of a sample are a variable of their own, which no sum is added to in place.
+        let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(4, 1)?;
+        let options = options.with_sampled_softmax(negatives).with_decoder_rows(true);
+        let loss = head.loss(&hidden, &targets, &options)?;
+        (loss.value * 2.0)?.backward()?;
         Ok(())
     }
 }

@@ -346,3 +346,32 @@ on_each_device! {
         Ok(())
     }
 }
+
+/// A is a matrix that multiplies hidden states, whatever the projection is.
+#[test]
+fn a_nan_at_an_ignored_position_reaches_no_gradient() -> Result<()> {
+    let variable = |dims: &[usize], seed| Var::from_tensor(&uniform(dims, 1.0, seed)?.to_dtype(DType::F32)?);
+    let (weight, hidden) = (variable(&[VOCAB, HIDDEN], 1)?, uniform(&[4, HIDDEN], 1.0, 2)?.to_dtype(DType::F32)?);
+    let (a, b) = (variable(&[RANK, HIDDEN], 3)?, variable(&[VOCAB, RANK], 4)?);
+    let adapter = LowRankAdapter::from_tensors(a.as_tensor().clone(), b.as_tensor().clone(), SCALE)?;
+    let head = SoftmaxHead::from_tensors(weight.as_tensor().clone(), None)?.with_adapter(adapter)?;
+    let targets = Tensor::new(&[3i64, -100, 7, 20], &Device::Cpu)?;
+    let negatives = NoiseDistribution::log_uniform(VOCAB)?.draw(9, 3)?;
+    let ignoring = LossOptions::new().with_ignore_index(-100);
+    for options in [ignoring.clone(), ignoring.with_sampled_softmax(negatives)] {
+        let ask = |spoiler: f32| -> Result<_> {
+            let spoiled = Tensor::new(&[[0f32], [spoiler], [0.0], [0.0]], &Device::Cpu)?;
+            let states = Var::from_tensor(&hidden.broadcast_add(&spoiled)?)?;
+            let loss = head.loss(&states, &targets, &options)?;
+            let gradients = loss.backward()?;
+            let found = [&states, &weight, &a, &b].map(|var| numbers(gradients.get(var).expect("a gradient")));
+            Ok((numbers(&loss.value), found))
+        };
+        let expected = ask(0.0)?;
+        assert!(expected.1.iter().flatten().all(|g| g.is_finite()));
+        for spoiler in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            assert_eq!(ask(spoiler)?, expected, "{spoiler}");
+        }
+    }
+    Ok(())
+}

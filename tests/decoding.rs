@@ -541,3 +541,16 @@ on_each_device! {
         Ok(())
     }
 }
+
+/// Priors that sum to a little more than one: no log-probability is above zero, however many positions there are.
+#[test]
+fn a_log_probability_of_top_k_is_never_above_zero() -> Result<()> {
+    for positions in [1, 64, 65, 200] {
+        let contexts = Tensor::ones((positions, 1, 1), DType::F32, &Device::Cpu)?;
+        let log_priors = Tensor::full(5e-5f32, (positions, 1), &Device::Cpu)?;
+        let mixture =
+            Mixture::new(&contexts, Some(&log_priors), &Tensor::ones((1, 1), DType::F32, &Device::Cpu)?, None)?;
+        assert_eq!(mixture.top_k(1)?.log_probs.flatten_all()?.max(0)?.to_scalar::<f32>()?, 0.0, "{positions}");
+    }
+    Ok(())
+}

@@ -79,8 +79,12 @@ pub trait Distributions: Sealed {
     /// or plus infinity, or all are minus infinity, the loss of this position and all gradients are NaN; the losses of
     /// other positions are not affected. If the priors of a position sum to more than one, a target may have a
     /// probability above one: its negative log-likelihood is then reported as zero, while the gradient remains the
-    /// formula's. On the CPU, gradients of logits below 1e-30 (f64: 1e-290) are flushed to zero: products with
-    /// subnormal numbers are up to 20 times slower on some processors.
+    /// formula's. On the CPU, a gradient of a logit below 1e-18 of the scale of its position (f64: 1e-148), or below
+    /// 1e-30 (f64: 1e-290), is zero: products with subnormal numbers are up to 20 times slower on some processors.
+    ///
+    /// An ignored position has no part in the gradients of these distributions' operands. What has made the operands,
+    /// such as a projection of hidden states, may turn a NaN there into one of its parameters' gradients: the loss of
+    /// the head masks hidden states first.
     fn loss(&self, targets: &Tensor, options: &LossOptions) -> Result<Loss> {
         let request = Request::new(self.shape(), targets, options).map_err(|error| self.announce(error))?;
         self.request_loss(&request)

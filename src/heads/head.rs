@@ -302,7 +302,9 @@ impl<P: Projection> RequestLayer for Head<P> {
     }
 
     fn request_loss(&self, hidden: &Tensor, request: &Request) -> Result<Loss> {
-        let is_masked = self.projection.has_parameters() || request.needs_mask();
+        // A hidden state that is NaN would be a factor of the gradients of a projection's and an adapter's matrices.
+        let has_parameters = self.projection.has_parameters() || self.decoder.adapter().is_some();
+        let is_masked = has_parameters || request.needs_mask();
         let hidden = if is_masked { request.positions.mask(hidden)? } else { hidden.clone() };
         let (contexts, log_priors) = self.projection.forward(&hidden, request.options.dropout)?;
         let source = Some(&hidden).filter(|_| self.projection.is_identity());

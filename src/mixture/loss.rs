@@ -78,7 +78,8 @@ impl Mixture {
         };
         let gradients = plan(needs_grad)?;
         let planned = if now == needs_grad { gradients.clone() } else { plan(now)? };
-        let variable = operands.weight.variable().filter(|_| now.weight);
+        // The rows of a sample are another variable in each step, or none.
+        let variable = operands.weight.variable().filter(|_| now.weight && objective.own_shifts.is_none());
         let so_far = options.gradient_sum.as_ref().zip(variable).map(|(sum, variable)| sum.so_far(&variable));
         let is_sum = so_far.is_some();
         let with_sum = TargetLoss { so_far, ..objective.clone() };

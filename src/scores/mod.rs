@@ -208,8 +208,9 @@ pub struct Scores {
     /// priors: `sum_k pi_k 1/V sum_v z_kv`. It is minus infinity where a logit is.
     pub mean_logit: Option<Tensor>,
     /// Whether each id is the most probable of the vocabulary at its position, of the ids' shape in u8, if it was asked
-    /// for: one for the id that `argmax` returns, which is the lowest among equals, and zero for other ids. All are
-    /// zero where the distribution is NaN.
+    /// for: one for the id that `argmax` returns, which is the lowest among equals, and zero for other ids. (If the
+    /// log-probabilities of two ids differ by less than their rounding, `argmax` and this may name either.) All are zero
+    /// where the distribution is NaN.
     pub is_argmax: Option<Tensor>,
 }
 

@@ -25,10 +25,10 @@ pub(crate) fn join(
         return Ok((None, JoinedGradients { gradient: None, left: Arc::default() }));
     }
     let value = Tensor::zeros(1, like.dtype(), like.device())?;
-    let left = Arc::<Mutex<HashMap<ThreadId, OperandGradients>>>::default();
+    let left = Arc::<Mutex<HashMap<ThreadId, Vec<OperandGradients>>>>::default();
     let taken = left.clone();
     let operand = attach(name, value, operands, move |_, _, _| {
-        let gradients = taken.lock().ok().and_then(|mut left| left.remove(&thread::current().id()));
+        let gradients = taken.lock().ok().and_then(|mut left| left.get_mut(&thread::current().id())?.pop());
         Ok(gradients.unwrap_or_default())
     })?;
     let gradient = Some(operand.detach());
@@ -39,16 +39,40 @@ pub(crate) fn join(
 pub(crate) struct JoinedGradients {
     /// That of the joined operand itself, of which nothing but its shape matters.
     gradient: Option<Tensor>,
-    /// By the thread of the backward pass: other passes through the same graph may run on other threads.
-    left: Arc<Mutex<HashMap<ThreadId, OperandGradients>>>,
+    /// By the thread of the backward pass: other passes through the same graph may run on other threads, and, while a
+    /// pass waits for rayon, on its own.
+    left: Arc<Mutex<HashMap<ThreadId, Vec<OperandGradients>>>>,
 }
 
 impl JoinedGradients {
     /// Leaves the gradients of the operands, in their order. Returns the gradient of the joined operand.
     pub(crate) fn leave(&self, gradients: OperandGradients) -> Option<Tensor> {
         if let (Some(_), Ok(mut left)) = (&self.gradient, self.left.lock()) {
-            left.insert(thread::current().id(), gradients);
+            left.entry(thread::current().id()).or_default().push(gradients);
         }
         self.gradient.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    /// A pass that waits for rayon may run another one through the same graph on its thread.
+    #[test]
+    fn a_pass_within_another_takes_its_own_gradients() -> Result<()> {
+        let variable = Var::new(&[1f32, 2.0], &Device::Cpu)?;
+        let (operand, gradients) = join("test", [Some(variable.as_tensor()), None, None], &variable)?;
+        let operand = operand.expect("an operand");
+        for number in [1f32, 2.0] {
+            gradients.leave([Some(Tensor::full(number, 2, &Device::Cpu)?), None, None]);
+        }
+        for number in [2f32, 1.0] {
+            let found = operand.backward()?.remove(&variable).expect("a gradient");
+            assert_eq!(found.to_vec1::<f32>()?, [number; 2]);
+        }
+        Ok(())
     }
 }

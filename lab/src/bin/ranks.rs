@@ -15,7 +15,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor, Var, D};
 use candle_nn::ops::log_softmax;
 use clap::{Parser, ValueEnum};
-use lab::show::Peak;
+use lab::show::{values::positive, Peak};
 use mos_head::distributed::{Collectives, Mpi, Numbers, VocabShard};
 use mos_head::{Distributions, LossOptions, Mixture, Result};
 use serde_json::json;
@@ -28,7 +28,7 @@ struct Args {
     #[arg(long, default_value_t = 0.0)]
     smoothing: f64,
     /// How often the step is timed
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = positive)]
     reps: usize,
     /// Use no shards: one process has the whole vocabulary
     #[arg(long)]

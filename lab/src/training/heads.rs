@@ -77,6 +77,9 @@ pub fn train<M: Model, T>(
         if let Some(checkpoint) = &checkpoint {
             session.restore(checkpoint)?;
         }
+        if let Some((leg, checkpoint)) = leg.as_ref().filter(|_| has_leg).zip(checkpoint.as_ref()) {
+            session.require_course(checkpoint, &leg.path)?;
+        }
         sessions.push((session, resume, save, leg));
     }
     let mut outcomes = vec![];
@@ -255,5 +258,31 @@ mod tests {
         let drawn = std::fs::read_to_string(&plot).expect("the plot is drawn");
         assert!(drawn.contains("softmax") && drawn.contains("mos"));
         std::fs::remove_file(plot).expect("was just written");
+    }
+
+    #[test]
+    fn a_finished_training_does_not_answer_for_another() {
+        let folder = std::env::temp_dir().join(format!("heads_legs_{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let flags = flags(&format!("--head softmax --minutes 10 --save {}", folder.join("model").display()));
+        let text: Vec<u32> = (0..500).map(|i| i * i % 7).collect();
+        let data = Data::new("squares".into(), ["a"], text.clone(), text);
+        let run = |seed, lr| {
+            let recipe = Recipe { hidden: 4, epochs: 1, seed, lr, optimizer: OptimizerKind::Sgd, ..Recipe::BASE };
+            let build = |kind, _: Option<&_>| {
+                let model = LanguageModel::new(kind, 7, InitialValues::Even, &recipe, &Device::Cpu)?;
+                Session::new(kind, model, data.clone(), &recipe)
+            };
+            train(&flags, &Device::Cpu, build, |session| session.valid_nll())
+        };
+        let first = run(1, 0.5).expect("a training").expect("no leg")[0].valid_nll;
+        // The same flags have the same answer.
+        assert_eq!(run(1, 0.5).expect("a training").expect("no leg")[0].valid_nll, first);
+        for (seed, lr) in [(2, 0.5), (1, 0.25)] {
+            let error = run(seed, lr).err().expect("another training").to_string();
+            let (stored, here) = ("--seed 1 --lr 0.5 --decay", format!("--seed {seed} --lr {lr} --decay"));
+            assert!(error.contains(stored) && error.contains(&here) && error.ends_with("remove it"), "{error}");
+        }
+        std::fs::remove_dir_all(folder).expect("a folder");
     }
 }

@@ -34,7 +34,7 @@ pub struct Part {
 pub enum Pass {
     /// Training has dropout, and shuffles where the order of the data is free.
     Training {
-        /// The epoch, counted from one.
+        /// The epoch, counted from zero.
         epoch: usize,
     },
     /// Evaluation has no dropout, and keeps the order of the data.

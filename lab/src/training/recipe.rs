@@ -146,7 +146,7 @@ recipe! {
     /// Whether the gradients of the LSTM are clipped alone, by their own norm
     #[arg(long, value_name = "BOOL")]
     clip_lstm: bool = false,
-    /// Dropout: locked, of LSTM inputs, hidden states and contexts; or of a Transformer's embeddings and sublayers
+    /// Dropout: locked, of LSTM inputs, hidden states and most programs' contexts; or of a Transformer's sublayers
     #[arg(long, value_parser = below_one)]
     dropout: f64 = 0.0,
     /// Share of the target distribution that is spread over the vocabulary
@@ -213,6 +213,14 @@ impl Recipe {
     pub fn decoder(&self, vocab: usize) -> DecoderSizes {
         let Recipe { hidden, layers, dropout, .. } = *self;
         DecoderSizes { vocab, embedding: self.embedding(), hidden, layers, dropout }
+    }
+
+    /// Fails if the recipe has `--cells`, for a model whose LSTMs are not projected.
+    pub fn require_no_cells(&self) -> Result<()> {
+        match self.cells {
+            0 => Ok(()),
+            cells => Err(format!("--cells is {cells}, but this model has no projected LSTM").into()),
+        }
     }
 
     /// Returns the flags that the rest of a paused epoch must have.

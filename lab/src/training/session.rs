@@ -305,6 +305,20 @@ impl<M: Model> Session<M> {
         self.ranks.wait()
     }
 
+    /// Checks that a leg goes on with the seed and the learning rates of the legs before it. Otherwise a finished
+    /// training would answer for another one.
+    pub(crate) fn require_course(&self, checkpoint: &Checkpoint, path: &Path) -> Result<()> {
+        let flags = |[seed, lr, decay]: [String; 3]| format!("--seed {seed} --lr {lr} --decay {decay}");
+        let stored = flags([checkpoint.get("seed")?, checkpoint.get("lr")?, checkpoint.get("decay")?]);
+        let Recipe { seed, lr, decay, .. } = self.recipe;
+        let here = flags([seed.to_string(), lr.to_string(), decay.to_string()]);
+        if stored == here {
+            return Ok(());
+        }
+        let path = path.display();
+        Err(format!("{path} has the state of a training with {stored}, but this run has {here}: remove it").into())
+    }
+
     /// Restores the state of the checkpoint, which must have the same corpus, head, sizes and optimizer, and evaluates
     /// it.
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {

@@ -34,6 +34,7 @@ pub(crate) struct Captioner {
 
 impl Captioner {
     pub(crate) fn new(kind: HeadKind, setting: Setting, recipe: &Recipe, device: &Device) -> Result<Self> {
+        recipe.require_no_cells()?;
         let sizes = recipe.head(setting.words.len());
         let HeadSizes { vocab, hidden, .. } = sizes;
         let varmap = VarMap::new();

@@ -171,7 +171,7 @@ fn train(args: &Args, output: Output, show: impl Fn(usize, f64)) -> Result<Value
     let (mut losses, mut seconds) = (vec![], vec![]);
     let memory = Peak::watch(&Device::Cpu);
     for step in 0..args.steps {
-        let [tokens, targets] = text.batch(batch, positions, args.seed.wrapping_add(step as u64))?;
+        let [tokens, targets] = text.batch(batch, positions, args.seed ^ ((step as u64) << 32))?;
         let start = Instant::now();
         let (loss, gradients) = tuned.step(&tokens, &targets)?;
         let without = tuned.without_gradient(&gradients);

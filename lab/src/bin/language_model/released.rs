@@ -106,6 +106,9 @@ pub(crate) fn write(checkpoint: &Checkpoint) -> Result<Checkpoint> {
             format!("the released code has no {head}: --export needs a softmax or a mixture of softmaxes").into()
         );
     }
+    if checkpoint.tensors.keys().any(|name| name.ends_with("weight_hr_l0")) {
+        return Err("the released code has no projected LSTM (--cells), which --export would lose".into());
+    }
     if let Some(function) = checkpoint.optional::<String>("logit-function")? {
         return Err(format!("the released code has no --logit-function {function}, which --export would lose").into());
     }

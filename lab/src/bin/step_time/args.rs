@@ -71,13 +71,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["workspace_mib", "output"])]
     pub(crate) chunk_rows: Option<usize>,
     /// Time log-probabilities, entropies or distillation of the mixture in place of a step
-    #[arg(long, value_enum, conflicts_with_all = ["output", "sampled", "train", "step_only", "forward_only"])]
+    #[arg(long, value_enum, conflicts_with_all = ["output", "sampled", "train", "step_only", "forward_only", "bf16_products", "workspace_mib", "chunk_rows"])]
     pub(crate) score: Option<Score>,
     /// The divergence of a distillation
     #[arg(long, value_enum, default_value = "forward")]
     pub(crate) divergence: DivergenceKind,
     /// Time the loss over sets of N allowed ids a position, with its gradients, in place of a step
-    #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["score", "output", "sampled", "train", "step_only", "forward_only"])]
+    #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = ["score", "output", "sampled", "train", "step_only", "forward_only", "bf16_products", "workspace_mib", "chunk_rows"])]
     pub(crate) kept: Option<usize>,
     /// Time the step alone, without the mixture and the matrix products
     #[arg(long)]
@@ -122,7 +122,7 @@ impl Args {
         let shape = self.shape.sizes();
         let components = self.components.unwrap_or(shape.components);
         // A single softmax has no projection.
-        let hidden = if components == 1 { self.context.unwrap_or(shape.hidden) } else { shape.hidden };
+        let hidden = if components == 1 { self.context.unwrap_or(shape.context) } else { shape.hidden };
         Sizes {
             positions: self.tokens.unwrap_or(shape.positions),
             components,

@@ -67,12 +67,7 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let floor_vocab = args.sampled.map_or(vocab, |samples| samples + 1);
     let floor_sizes = floor::ProductSizes { rows: positions * components, context, vocab: floor_vocab };
     let products = || Products::new(floor_sizes, !args.forward_only, args.dtype, &device);
-    if args.output.is_some() && args.implementation != Implementation::Fused {
-        return Err("--output is for --impl fused".into());
-    }
-    if args.logit_function != LogitFunction::Identity && args.implementation != Implementation::Fused {
-        return Err("--logit-function is for --impl fused".into());
-    }
+    check_implementation(args)?;
     let system = args.output.map(|output| System::new(output, sizes, args.dtype, &device)).transpose()?;
 
     if let Some(n) = args.kept {
@@ -245,6 +240,26 @@ impl Products {
     }
 }
 
+/// Fails if a flag is set that the implementation ignores.
+fn check_implementation(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let of_fused = [
+        ("--output", args.output.is_some()),
+        ("--logit-function", args.logit_function != LogitFunction::Identity),
+        ("--score", args.score.is_some()),
+        ("--kept", args.kept.is_some()),
+        ("--train", args.train != Train::All),
+        ("--bf16-products", args.bf16_products),
+        ("--workspace-mib", args.workspace_mib.is_some()),
+        ("--chunk-rows", args.chunk_rows.is_some()),
+        // The products of a sample are those of its ids.
+        ("--sampled", args.sampled.is_some() && args.implementation == Implementation::Composed),
+    ];
+    match of_fused.iter().find(|(_, is_set)| *is_set && args.implementation != Implementation::Fused) {
+        Some((flag, _)) => Err(format!("{flag} is for --impl fused").into()),
+        None => Ok(()),
+    }
+}
+
 /// Returns the budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position
 /// needs.
 fn budget_for_rows(
@@ -254,8 +269,11 @@ fn budget_for_rows(
 ) -> std::result::Result<usize, Box<dyn std::error::Error>> {
     let large = mixture.plan(options)?;
     let small = mixture.plan(&options.clone().with_workspace_bytes(large.workspace_bytes - 1))?;
-    let chunks = large.positions_per_chunk - small.positions_per_chunk;
-    let per_position = (large.workspace_bytes - small.workspace_bytes) / chunks;
+    let difference = large.positions_per_chunk - small.positions_per_chunk;
+    if difference == 0 {
+        return Err("--chunk-rows needs more than one position".into());
+    }
+    let per_position = (large.workspace_bytes - small.workspace_bytes) / difference;
     let fixed = large.workspace_bytes - large.positions_per_chunk * per_position;
     let components = large.rows_per_chunk / large.positions_per_chunk;
     let positions = rows / components;

@@ -86,9 +86,9 @@ pub(crate) struct Args {
     /// Width within a Transformer's feed-forward networks [default: four times --hidden]
     #[arg(long, value_parser = positive)]
     inner: Option<usize>,
-    /// What a token is
-    #[arg(long, value_enum, default_value = "word")]
-    pub(crate) vocab: VocabularyKind,
+    /// What a token is [default: word; with a checkpoint its own]
+    #[arg(long, value_enum)]
+    pub(crate) vocab: Option<VocabularyKind>,
     /// Words that occur less often are unknown
     #[arg(long, default_value_t = 2, value_parser = positive)]
     pub(crate) min_count: usize,
@@ -124,7 +124,7 @@ pub(crate) struct Args {
     #[arg(long, requires = "resume", conflicts_with_all = ["data", "dialogue"])]
     pub(crate) chat: bool,
     /// Sample the answers of --translate and --chat at this temperature, instead of a beam search for the likeliest
-    #[arg(long, value_parser = not_negative)]
+    #[arg(long, value_parser = not_negative, requires = "resume")]
     pub(crate) temperature: Option<f64>,
     /// Locked dropout of the mixtures' contexts [default: 0; dialogue: --dropout]
     #[arg(long, value_name = "P", value_parser = below_one)]

@@ -84,7 +84,9 @@ fn run(args: &Args) -> Result<()> {
     };
     let build = |kind: HeadKind, recipe: &Recipe, checkpoint: Option<&_>| {
         let setting = match checkpoint {
-            Some(checkpoint) => Setting::from_checkpoint(checkpoint)?.require_architecture(architecture)?,
+            Some(checkpoint) => Setting::from_checkpoint(checkpoint)?
+                .require_architecture(architecture)?
+                .require_vocabulary(args.vocab)?,
             None => setting()?,
         };
         let (source, target) = (&setting.source, &setting.target);

@@ -28,10 +28,11 @@ fn whole_corpus(args: &Args) -> Result<Corpus> {
 /// Returns the vocabularies of sources and targets, from the training pairs. Dialogues share one for both: their
 /// contexts are made of responses. Only targets have codes.
 pub(crate) fn vocabularies(args: &Args, pairs: &[Pair], device: &Device) -> Result<[Vocabulary; 2]> {
-    let shape = args.vocab.shape();
+    let kind = args.vocab.unwrap_or(VocabularyKind::Word);
+    let shape = kind.shape();
     args.tables.check(shape == Some(TableShape::Hybrid), shape.is_some())?;
     let marks: &[&str] = if args.task() == Task::Dialogue { &MARKS } else { &[] };
-    let side = |text: fn(&Pair) -> &str| match args.vocab {
+    let side = |text: fn(&Pair) -> &str| match kind {
         VocabularyKind::Bpe => Vocabulary::bpe(pairs.iter().map(text), args.vocab_size, marks),
         _ => Ok(Vocabulary::words(pairs.iter().map(text), args.min_count, marks)),
     };

@@ -18,6 +18,7 @@ pub(crate) struct Recurrent {
 
 impl Recurrent {
     pub(crate) fn new(setting: &Setting, recipe: &Recipe, vb: VarBuilder) -> Result<Self> {
+        recipe.require_no_cells()?;
         let Recipe { hidden, layers, dropout, .. } = *recipe;
         if hidden % 2 != 0 {
             return Err(format!("--hidden is {hidden}, expected an even number: half for each direction").into());

@@ -5,7 +5,7 @@ use crate::model::Seq2Seq;
 use crate::score::{Measures, Scores};
 use lab::show::report::{self, number};
 use lab::training::heads::{slowdown, Outcome};
-use lab::training::{Recipe, Session};
+use lab::training::{Model, Pass, Recipe, Session};
 use lab::{layers::HeadKind, Result};
 use serde_json::{json, Map, Value};
 
@@ -38,7 +38,8 @@ impl Trained {
     ) -> Self {
         let (train, target) = (&session.data.train, &session.model.setting.target);
         let words = targets(train) as f64 / session.data.per_word[0];
-        let per_batch = words / train.len().div_ceil(recipe.batch) as f64;
+        let batches = session.model.batches(train, recipe, Pass::Training { epoch: 0 }).len();
+        let per_batch = words / batches as f64;
         Self {
             measures,
             test_nll,

@@ -1,7 +1,8 @@
 //! The task and vocabularies of a model. Every checkpoint has them, so that it is enough to use the model.
 
-use crate::kinds::{Architecture, Task};
+use crate::kinds::{Architecture, Task, VocabularyKind};
 use crate::vocabulary::Vocabulary;
+use lab::show::values::name;
 use lab::{layers::Checkpoint, Result};
 
 #[derive(Clone)]
@@ -37,6 +38,18 @@ impl Setting {
             Ok(self)
         } else {
             Err(format!("the checkpoint has {stored}, but this run has {wanted}").into())
+        }
+    }
+
+    /// Fails unless the target's vocabulary is of this kind, if one is given.
+    pub(crate) fn require_vocabulary(self, kind: Option<VocabularyKind>) -> Result<Self> {
+        let Some(kind) = kind else { return Ok(self) };
+        let (stored, wanted) = (self.target.kind(), if kind.shape().is_some() { "code".into() } else { name(&kind) });
+        if stored == wanted {
+            Ok(self)
+        } else {
+            Err(format!("the target tokens of the checkpoint are of kind {stored}, but those of this run {wanted}")
+                .into())
         }
     }
 

@@ -286,7 +286,8 @@ impl<'a, F: Accumulator, X: Format<F>> Pass<'a, F> for OnePass<'a, F, X> {
             }
             ranked.sort_unstable_by(order);
             ranked.truncate(k);
-            Ok(ranked.into_iter().map(|(z, id)| ((F::from_f64(z) - lse.largest + log_scale).f64(), id)).collect())
+            let log_prob = |z: f64| (F::from_f64(z) - lse.largest + log_scale).f64().min(0.0);
+            Ok(ranked.into_iter().map(|(z, id)| (log_prob(z), id)).collect())
         };
         self.chunk.positions.iter().enumerate().map(rank_position).collect()
     }

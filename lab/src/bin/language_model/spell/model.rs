@@ -29,6 +29,7 @@ pub(crate) struct Speller {
 
 impl Speller {
     pub(crate) fn new(kind: HeadKind, word: Rc<Word>, spellings: Rc<Spellings>, recipe: &Recipe) -> Result<Self> {
+        recipe.require_no_cells()?;
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, word.model.device());
         let sizes = Sizes::new(kind, recipe, spellings.characters());

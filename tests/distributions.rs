@@ -5,6 +5,7 @@ mod common;
 use approx::assert_abs_diff_eq;
 use candle_core::{DType, Device, Tensor, Var};
 use common::given::{places, Given};
+use common::strided;
 use common::values::{numbers, tensor, Numbers};
 use mos_head::decode::{Sampler, Sampling, TokenRequest};
 use mos_head::distill::{DistillOptions, Divergence, MissingIds, Teacher};
@@ -244,14 +245,6 @@ fn responsibilities_are_the_posterior_of_the_components() -> Result<()> {
     )?;
     assert_eq!(empty.responsibilities(&ids(&[0, 3])?)?.dims(), [0, 3, 4]);
     Ok(())
-}
-
-/// A column of a matrix, in place of a tensor of its own.
-fn strided(tensor: &Tensor) -> Result<Tensor> {
-    let rank = tensor.rank();
-    let column = Tensor::stack(&[tensor, tensor], rank)?.narrow(rank, 0, 1)?.squeeze(rank)?;
-    assert!(!column.is_contiguous());
-    Ok(column)
 }
 
 /// The results that read vectors of the caller's, of six positions.

@@ -9,7 +9,7 @@ use common::check::{backward, build, gradients, Check, Layer};
 use common::compare::{assert_close, Tolerance};
 use common::objective::Objective;
 use common::values::{numbers, Numbers};
-use common::{dtypes, exact, on_each_device};
+use common::{dtypes, exact, on_each_device, strided};
 use mos_head::{Distributions, LossOptions, Mixture, OutputLayer, Reduction, Result};
 
 const SIZES: Sizes = Sizes::new(5, 3, 3, 7);
@@ -400,8 +400,7 @@ on_each_device! {
             let mut tensors = case.constants(dtype, device)?;
             for tensor in tensors.values_mut() {
                 *tensor = match tensor.rank() {
-                    // A column of a matrix.
-                    1 => Tensor::stack(&[&*tensor, &*tensor], 1)?.narrow(1, 0, 1)?.squeeze(1)?,
+                    1 => strided(tensor)?,
                     _ => tensor.transpose(0, D::Minus1)?.contiguous()?.transpose(0, D::Minus1)?,
                 };
             }

@@ -106,3 +106,11 @@ pub fn decoded_bits(mixture: &Mixture, first: usize, positions: usize, best: usi
     };
     Ok(tokens.iter().zip(drawn).map(position_bits).collect())
 }
+
+/// Elements that are apart: for a vector a column of a matrix, in place of a tensor of its own.
+pub fn strided(tensor: &Tensor) -> mos_head::Result<Tensor> {
+    let rank = tensor.rank();
+    let column = Tensor::stack(&[tensor, tensor], rank)?.narrow(rank, 0, 1)?.squeeze(rank)?;
+    assert!(!column.is_contiguous());
+    Ok(column)
+}

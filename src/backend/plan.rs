@@ -81,7 +81,7 @@ pub(super) enum Computation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Kernels {
-    /// AMX for products of bf16 and AVX-512, on x86-64.
+    /// AMX, for products of bf16 and of numbers that are split into three of bf16, and AVX-512, on x86-64.
     Amx,
     /// AVX512-BF16 for products of bf16 and AVX-512, on x86-64.
     Avx512Bf16,
@@ -100,7 +100,7 @@ pub enum Kernels {
 }
 
 impl Kernels {
-    /// The kernels whose products of bf16 a tile unit computes.
+    /// The kernels whose products of bf16, or of f32 in parts, a tile unit computes.
     pub(crate) const WITH_TILES: [Kernels; 2] = [Kernels::Amx, Kernels::Avx512Bf16];
 }
 

@@ -8,6 +8,7 @@ use super::objective::results::BufferedGradients;
 use super::one_pass::{self, Format, OnePass, OnePassRequest, Pass};
 use super::operands::dtype::Accumulator;
 use super::products::multiplier::{Multiplier, Tiles, Vectors};
+use super::tiles::product::Parts;
 use super::tiles::unit::TileUnit;
 use super::two_pass::{self, FirstProduct, LogitTiles};
 use super::vector::simd::Isa;
@@ -34,6 +35,9 @@ const RANKING_ROWS: usize = 240;
 /// The rows of a chunk on a tile unit, which multiplies faster than memory provides the gradient. Its exponentials take
 /// half the bytes.
 const TILE_ROWS: usize = 768;
+/// The least rows of a chunk whose operands a tile unit multiplies in parts: fewer do not save what it takes to split
+/// the decoder.
+const LEAST_SPLIT_ROWS: usize = 256;
 /// The most rows of a chunk that keeps no logits: its contexts stay in a cache while the decoder passes.
 const ROWS_WITHOUT_LOGITS: usize = 768;
 
@@ -72,19 +76,33 @@ pub(super) fn ranking_task(sizes: Sizes, k: usize) -> Task {
     }
 }
 
-/// Returns the tile unit that computes the products of a task. It is `None` without such a unit, if the operands are
-/// not bf16 and may not be rounded to it, and for decoding unless the unit is AMX.
+/// Returns the tile unit that computes the products of a task; `None` without such a unit, or if vectors are faster.
 fn choose_tiles<F: Served>(operands: &Operands, task: &Task) -> Result<Option<F::Tiles>> {
-    let isa = Isa::detected()?;
-    let dtype = operands.contexts.dtype();
-    let may_round = dtype == DType::BF16 || operands.precision == Precision::Bf16Products;
-    // Decoding passes a decoder over few rows: vectors spend more on its transpose than they save.
-    let serves = |unit: &TileUnit| may_round && (!matches!(task, Task::Visit) || unit.kernels() == Kernels::Amx);
+    let (isa, dtype, parts) = (Isa::detected()?, operands.contexts.dtype(), parts(operands));
+    let serves = |unit: &TileUnit| match (parts, task) {
+        // Decoding passes a decoder over few rows: vectors spend more on its transpose than they save.
+        (Parts::One, Task::Visit) => unit.kernels() == Kernels::Amx,
+        (Parts::One, _) => true,
+        (Parts::Three, Task::Loss { .. } | Task::Scores { .. }) => {
+            let is_one_pass = computation(task, operands.sizes) == Computation::OnePass;
+            unit.kernels() == Kernels::Amx && is_one_pass
+        }
+        (Parts::Three, _) => false,
+    };
     let unit = TileUnit::detected()?.filter(serves);
-    Ok(unit.and_then(|unit| F::tiles(Tiles { unit, isa, dtype })))
+    Ok(unit.and_then(|unit| F::tiles(Tiles { unit, isa, dtype, parts })))
 }
 
-/// Makes the plan of a task: for tiles, unless their operands leave too little of the budget.
+/// Returns how a tile unit represents operands: those that are not bf16, and may not be rounded to it, are split.
+fn parts(operands: &Operands) -> Parts {
+    if operands.contexts.dtype() == DType::BF16 || operands.precision == Precision::Bf16Products {
+        Parts::One
+    } else {
+        Parts::Three
+    }
+}
+
+/// Makes the plan of a task: for tiles, unless their operands leave too little of the budget, or chunks of too few rows.
 pub(super) fn plan<F: Served>(operands: &Operands, task: &Task, budget: Option<usize>) -> Result<Plan> {
     if operands.weight.is_quantised() && operands.precision != Precision::Full {
         return Err(Error::Unsupported { option: OptionName::Precision, head: "a quantised decoder" });
@@ -93,6 +111,9 @@ pub(super) fn plan<F: Served>(operands: &Operands, task: &Task, budget: Option<u
     let tiles = choose_tiles::<F>(operands, task)?;
     match plan(tiles) {
         Err(Error::Workspace { .. }) if tiles.is_some() => plan(None),
+        Ok(tiled) if tiles.is_some() && parts(operands) == Parts::Three && tiled.rows_per_chunk < LEAST_SPLIT_ROWS => {
+            plan(None)
+        }
         planned => planned,
     }
 }
@@ -122,7 +143,9 @@ fn plan_products<F: Served>(
         // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
         _ if matches!(task, Task::Visit) => DECODING_ROWS,
         _ if is_ranking && keeps_logits => RANKING_ROWS,
-        Some(tiles) if computation == Computation::OnePass => tile_rows(tiles, operands, task),
+        Some(tiles) if computation == Computation::OnePass && parts(operands) == Parts::One => {
+            tile_rows(tiles, operands, task)
+        }
         _ => CHUNK_ROWS,
     };
     // The logits of a ranking are read once, from the cache if there are not too many.
@@ -191,9 +214,11 @@ impl Served for f64 {
 
 /// Returns what the plan is made for: a tile unit, or vectors.
 pub(super) fn multiplier(Planned { operands, plan, .. }: &Planned) -> Result<Multiplier> {
-    let (unit, isa, dtype) = (TileUnit::detected()?, Isa::detected()?, operands.contexts.dtype());
-    Ok(match unit.filter(|_| Kernels::WITH_TILES.contains(&plan.kernels)) {
-        Some(unit) => Tiles { unit, isa, dtype }.into(),
+    let (isa, dtype, parts) = (Isa::detected()?, operands.contexts.dtype(), parts(operands));
+    let multiplies_parts = parts == Parts::One || plan.computation == Computation::OnePass;
+    let has_tiles = Kernels::WITH_TILES.contains(&plan.kernels) && multiplies_parts;
+    Ok(match TileUnit::detected()?.filter(|_| has_tiles) {
+        Some(unit) => Tiles { unit, isa, dtype, parts }.into(),
         None => Vectors { isa, copies_rows: operands.copies_rows() }.into(),
     })
 }

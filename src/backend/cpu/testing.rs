@@ -16,6 +16,7 @@ use super::one_pass::{OnePass, OnePassRequest};
 use super::operands::dtype::with_accumulator;
 use super::plan::{computation, multiplier, Served};
 use super::products::multiplier::{Tiles, Vectors};
+use super::tiles::product::Parts;
 use super::tiles::unit::TileUnit;
 use super::vector::simd::Isa;
 
@@ -141,6 +142,23 @@ impl Case {
         Ok(())
     }
 
+    /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors for operands of
+    /// three parts.
+    fn check_split_tiles(&self) -> Result<()> {
+        let (operands, objective) = self.operands()?;
+        let isa = Isa::detected()?;
+        let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
+        let vectors = Vectors { isa, copies_rows: operands.copies_rows() }.into();
+        let planned = with_computation(self.plan(&operands, &objective)?, Computation::OnePass);
+        let expected = flat(&loss::<f32>(vectors, &planned, &objective)?)?;
+        for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
+            let tiles = Tiles { unit, isa, dtype: self.dtype, parts: Parts::Three }.into();
+            let found = flat(&loss::<f32>(tiles, &planned, &objective)?)?;
+            self.compare(found, expected.clone(), Tolerances { losses: tolerance, gradients: tolerance });
+        }
+        Ok(())
+    }
+
     /// Compares the losses and gradients of two computations.
     fn compare(&self, one: Results, two: Results, tolerances: Tolerances) {
         for ((name, one), (_, two)) in one.into_iter().zip(two) {
@@ -154,9 +172,12 @@ impl Case {
         }
     }
 
-    /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors for operands that
-    /// bf16 represents exactly.
+    /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors, of operands in three
+    /// parts and of operands that bf16 represents exactly.
     fn check_tiles(&self) -> Result<()> {
+        if self.dtype == DType::F32 {
+            self.check_split_tiles()?;
+        }
         let (mut operands, objective) = self.operands()?;
         let represented = |tensor: &Tensor| tensor.to_dtype(DType::BF16)?.to_dtype(self.dtype);
         operands.contexts = represented(&operands.contexts)?;
@@ -167,7 +188,7 @@ impl Case {
         let isa = Isa::detected()?;
         let tolerance = 1e-5 + 2.0 * self.slope.abs() * 1.2e-7;
         for unit in TileUnit::available(isa).into_iter().chain([TileUnit::Emulated]) {
-            let tiles = Tiles { unit, isa, dtype: self.dtype }.into();
+            let tiles = Tiles { unit, isa, dtype: self.dtype, parts: Parts::One }.into();
             let vectors = Vectors { isa, copies_rows: operands.copies_rows() }.into();
             let computations = [(Computation::OnePass, TILE_TOLERANCE), (Computation::TwoPasses, tolerance)];
             for (computation, gradients) in computations {
@@ -399,17 +420,19 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
 fn results_of_tiles_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let isa = Isa::detected()?;
     let unit = TileUnit::detected()?.unwrap_or(TileUnit::Emulated);
-    let with_threads = |threads: usize| {
-        in_pool(threads, || {
-            let case = Case { dtype: DType::BF16, ..Case::new(40, 5, 24, 900) };
-            let (operands, objective) = case.operands()?;
-            let planned = case.plan(&operands, &objective)?;
-            flat(&loss::<f32>(Tiles { unit, isa, dtype: DType::BF16 }.into(), &planned, &objective)?)
-        })
-    };
-    let one = with_threads(1)?;
-    for threads in [2, 7] {
-        assert!(with_threads(threads)? == one, "{threads} threads");
+    for (dtype, parts) in [(DType::BF16, Parts::One), (DType::F32, Parts::Three)] {
+        let with_threads = |threads: usize| {
+            in_pool(threads, || {
+                let case = Case { dtype, ..Case::new(40, 5, 24, 900) };
+                let (operands, objective) = case.operands()?;
+                let planned = case.plan(&operands, &objective)?;
+                flat(&loss::<f32>(Tiles { unit, isa, dtype, parts }.into(), &planned, &objective)?)
+            })
+        };
+        let one = with_threads(1)?;
+        for threads in [2, 7] {
+            assert!(with_threads(threads)? == one, "{threads} threads");
+        }
     }
     Ok(())
 }
@@ -455,18 +478,20 @@ fn the_buffers_are_those_of_the_plan() -> Result<()> {
                 let Objective::Targets(loss) = &objective else { panic!("a loss over targets") };
                 let targets = Targets::from_ids(loss, operands.sizes, operands.weight_rows()?)?;
                 let gradients = BufferedGradients::new(&planned, WeightBuffer::Zeros)?;
-                let format = Vectors { isa: Isa::detected()?, copies_rows: false };
                 let request = OnePassRequest::Loss { targets: &targets, shard: None };
-                let allocated = OnePass::new(format, inputs, request, gradients, &planned).allocated();
+                let multiplier = multiplier(&planned)?;
+                let allocated = match multiplier.tiles {
+                    Some(tiles) => OnePass::new(tiles, inputs, request, gradients, &planned).allocated(),
+                    None => OnePass::new(multiplier.vectors, inputs, request, gradients, &planned).allocated(),
+                };
                 assert!(allocated <= plan.workspace_bytes, "{allocated} bytes: {plan}");
                 if needs_grad != ALL {
                     return Ok(());
                 }
                 // The workspace also counts the numbers of each thread and row, and room for chunks with fewer panels.
-                assert!(
-                    budget.is_some() || 2 * allocated > plan.workspace_bytes || positions < 10,
-                    "{allocated}: {plan}"
-                );
+                // What a tile unit's threads and third products have is more than that.
+                let is_small = budget.is_some() || multiplier.tiles.is_some() || positions < 10;
+                assert!(is_small || 2 * allocated > plan.workspace_bytes, "{allocated}: {plan}");
                 Ok(())
             })?;
         }

@@ -205,7 +205,7 @@ impl<F: Accumulator, X: Format<F>> ArgmaxSearch<'_, F, X> {
         let SearchBuffers { packed, decoder, logits, values } = buffers;
         let (layout, per_row) = (&self.first_product.layout, self.format.packed_per_row(self.inputs.sizes.context_dim));
         let ids = layout.ids(tile);
-        let decoder = self.format.decoder_tile(self.inputs, ids.clone(), decoder);
+        let decoder = self.format.decoder_tile(self.inputs, ids.clone(), false, decoder);
         values.clear();
         values.resize(ids.len(), F::zero());
         for panel @ Panel { first, width, .. } in layout.panels(self.inputs.sizes.components) {

@@ -46,7 +46,7 @@ pub(super) struct ChunkProducts<'c, 'a, F: Accumulator, X> {
 
 /// The buffers that all chunks use.
 pub(super) struct ChunkBuffers<F: Accumulator, X: Format<F>> {
-    /// `[tile][panel][padded id][row]`: E; empty if the decoder needs no gradient
+    /// `[tile][panel][padded id][row]`: E, whose numbers may have parts; empty if the decoder needs no gradient
     pub(super) exponentials: Aligned<X::Exponential>,
     /// `[segment][panel][padded d][row]`: O, the products of exponentials and decoder; empty if the contexts need no
     /// gradient
@@ -118,10 +118,12 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
             }
         }
         let columns: usize = panels.iter().map(|panel| panel.width).sum();
-        let tiles = exponentials.chunks_mut(layout.padded(layout.tile_ids) * columns).take(layout.tiles());
+        let kept = self.format.kept_per_exponential();
+        let tiles = exponentials.chunks_mut(layout.padded(layout.tile_ids) * columns * kept).take(layout.tiles());
         for (tile, exponentials) in tiles.enumerate() {
             let first = layout.segment_of(tile) * panels.len().div_ceil(together);
-            let mut by_panel = split_by_panel(exponentials, panels, layout.padded(layout.ids(tile).len())).into_iter();
+            let mut by_panel =
+                split_by_panel(exponentials, panels, layout.padded(layout.ids(tile).len()) * kept).into_iter();
             for piece in &mut pieces[first..first + panels.len().div_ceil(together)] {
                 piece.exponentials.extend(by_panel.by_ref().take(piece.panels.len()));
             }
@@ -140,9 +142,10 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
         let per_row = self.format.packed_per_row(d);
         let mut sums: Vec<SegmentSums<F>> = piece.panels.iter().map(|panel| self.no_sums(*panel)).collect();
         let mut exponentials = piece.exponentials.into_iter();
+        let needs_columns = piece.products.iter().any(|products| !products.is_empty());
         for (i, tile) in self.layout.tiles_of_segment(piece.segment).enumerate() {
             let ids = self.layout.ids(tile);
-            let decoder = self.format.decoder_tile(self.inputs, ids.clone(), decoder_buffers);
+            let decoder = self.format.decoder_tile(self.inputs, ids.clone(), needs_columns, decoder_buffers);
             for ((&panel, sums), products) in piece.panels.iter().zip(&mut sums).zip(&mut piece.products) {
                 let Panel { first, width, .. } = panel;
                 let products =

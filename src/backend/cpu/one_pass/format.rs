@@ -42,6 +42,11 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
     /// Returns how many numbers of the packed contexts each row takes.
     fn packed_per_row(self, d: usize) -> usize;
 
+    /// Returns how many numbers an exponential that is kept for the third product takes.
+    fn kept_per_exponential(self) -> usize {
+        1
+    }
+
     /// Returns the bytes of a thread's buffers for tiles of `ids` ids, with a third product if `keeps_exponentials`.
     fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize;
 
@@ -55,11 +60,12 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
     /// Writes a panel's contexts as an operand of the first product.
     fn pack(self, inputs: &Inputs<'_, F>, contexts: &[F], panel: Panel, to: &mut [Self::Packed]);
 
-    /// Reads the decoder's rows of a tile of ids.
+    /// Reads the decoder's rows of a tile of ids, whose columns the second product needs if there is one.
     fn decoder_tile<'t>(
         self,
         inputs: &'t Inputs<'_, F>,
         ids: Range<usize>,
+        needs_columns: bool,
         buffers: &'t mut Self::DecoderBuffers,
     ) -> Self::Decoder<'t>;
 

@@ -113,7 +113,8 @@ impl<F: Accumulator, X: Format<F>> ThirdProduct<'_, F, X> {
         let groups = tiles.chunks_mut(layout.tiles_at_a_time()).enumerate();
         parallel::for_each_with(groups, X::GradientBuffers::default, |buffers, (group, tiles)| {
             for (tile, index) in tiles.iter_mut().zip(group * layout.tiles_at_a_time()..) {
-                self.clear_void_rows(layout.padded(tile.ids.len()), tile.exponentials);
+                let kept_rows = layout.padded(tile.ids.len()) * self.format.kept_per_exponential();
+                self.clear_void_rows(kept_rows, tile.exponentials);
                 tile.factors = self.operands.factors.tile_factors(index);
             }
             self.format.add_products(&self.operands, tiles, &contexts, buffers);
@@ -133,6 +134,7 @@ impl<F: Accumulator, X: Format<F>> ThirdProduct<'_, F, X> {
         let layout = self.layout();
         let Layout { tile_ids, vocab, .. } = *layout;
         let columns = layout.columns(self.operands.factors.rows.len());
+        let columns = columns * self.format.kept_per_exponential();
         let exponentials = exponentials.chunks_mut(layout.padded(tile_ids) * columns).take(layout.tiles());
         let tile = |(tile, exponentials)| GradientTile {
             ids: layout.ids(tile),
@@ -184,12 +186,12 @@ impl<F: Accumulator, X: Format<F>> ThirdProduct<'_, F, X> {
         });
     }
 
-    /// Sets the exponentials of void rows in a tile of `ids` ids to zero.
-    fn clear_void_rows(&self, ids: usize, exponentials: &mut [X::Exponential]) {
+    /// Sets the exponentials of void rows in a tile to zero, whose panels have `kept` numbers of each row.
+    fn clear_void_rows(&self, kept: usize, exponentials: &mut [X::Exponential]) {
         let FirstProductResults { layout, panels, .. } = self.operands.factors.first_product;
         for (r, _) in self.operands.factors.rows.iter().enumerate().filter(|(_, row)| row.is_void) {
             let panel = panels[layout.panel_of(r)];
-            let tile = &mut exponentials[ids * panel.first..][..ids * panel.width];
+            let tile = &mut exponentials[kept * panel.first..][..kept * panel.width];
             tile.iter_mut().skip(r - panel.first).step_by(panel.width).for_each(|e| *e = X::Exponential::default());
         }
     }

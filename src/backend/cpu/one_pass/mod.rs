@@ -78,7 +78,7 @@ pub(super) fn workspace<F: Accumulator, X: Format<F>>(format: X, sizes: Sizes, t
     // For the decoder's gradient, a row has its exponentials, the offsets of each tile, the factors of each segment,
     // and what the segment's tiles share. Otherwise it has the sums and factors of each segment.
     let sum_bytes = if needs_grad.decoder() {
-        let exponentials = layout.padded(vocab) * size_of::<X::Exponential>();
+        let exponentials = layout.padded(vocab) * format.kept_per_exponential() * size_of::<X::Exponential>();
         exponentials + 2 * layout.tiles() * element + scaled_bytes
     } else {
         let segment = segment_bytes::<F>(panel) + usize::from(needs_grad.contexts) * element;
@@ -223,7 +223,8 @@ impl<'a, F: Accumulator, X: Format<F>> OnePass<'a, F, X> {
         let layout = Layout::new::<F>(format.blocks(), rows, inputs.sizes, *needs_grad);
         let pieces = if needs_grad.contexts { layout.pieces(rows) } else { 0 };
         let columns = layout.columns(rows);
-        let exponentials = if needs_grad.decoder() { columns * layout.padded(vocab) } else { 0 };
+        let kept = format.kept_per_exponential();
+        let exponentials = if needs_grad.decoder() { columns * layout.padded(vocab) * kept } else { 0 };
         let shard = if let OnePassRequest::Loss { shard, .. } = request { shard } else { None };
         OnePass {
             format,

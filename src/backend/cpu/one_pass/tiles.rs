@@ -1,5 +1,5 @@
-//! The format of products on a tile unit, whose operands are bf16: the decoder's rows and the contexts, rounded if they
-//! are f32, and the exponentials. All sums are f32, as on vectors.
+//! The format of products on a tile unit, whose operands are bf16: the decoder's rows, the contexts, and the exponentials.
+//! Numbers in f32 are rounded, or each is split into three. All sums are f32, as on vectors.
 
 use std::ops::Range;
 
@@ -13,16 +13,20 @@ use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
 use crate::backend::cpu::products::panel::Panel;
-use crate::backend::cpu::tiles::product::{steps, Operand, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
-use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
+use crate::backend::cpu::tiles::product::{Operand, Parts, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::rounding::{self, write_parts, Pair, RoundedRow};
+use crate::backend::cpu::tiles::squares::{store_line, Grid};
+use crate::backend::cpu::tiles::transpose;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::parallel;
 
-/// The number of elements of the decoder in a tile. The tile is there twice: in rows, and in columns.
+/// The number of elements of the decoder in a tile, with all parts. The tile is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
 /// The number of ids whose gradients the third product computes at a time. With [`GROUP_COLUMNS`] of their columns,
 /// these stay in the second-level cache while the product sums over the rows.
 const GROUP_IDS: usize = 512;
+/// As [`GROUP_IDS`], for exponentials of three parts, a tile of which stays in the cache.
+const GROUP_SPLIT_IDS: usize = 256;
 /// The number of columns whose gradients the third product computes at a time.
 const GROUP_COLUMNS: usize = 256;
 /// The number of rows whose contexts are scaled at a time for a tile with factors of its own.
@@ -45,8 +49,8 @@ impl Format<f32> for Tiles {
     type Decoder<'t> = &'t DecoderSquares;
     type DecoderBuffers = DecoderSquares;
     type LogitBuffers = LogitTile;
-    /// For each segment `[square of columns][pair][SIDE]`: the contexts times its factors, in pairs of rows. A tile may
-    /// have other factors.
+    /// For each segment `[square of columns][square of rows][part][pair][SIDE]`: the contexts times its factors, in pairs
+    /// of rows. A tile may have other factors.
     type ThirdContexts<'c> = Vec<Aligned<Pair>>;
     type GradientBuffers = GradientBuffers;
 
@@ -63,56 +67,69 @@ impl Format<f32> for Tiles {
             padding: SIDE,
             pieces: 64,
             tiles: 32,
-            tile_elements: TILE_ELEMENTS,
-            group_ids: GROUP_IDS,
+            tile_elements: TILE_ELEMENTS / self.parts.count(),
+            group_ids: self.group_ids(),
         }
     }
 
     fn packed_per_row(self, d: usize) -> usize {
-        d.next_multiple_of(SIDE) / 2
+        self.parts.count() * d.next_multiple_of(SIDE) / 2
+    }
+
+    fn kept_per_exponential(self) -> usize {
+        self.parts.count()
     }
 
     fn thread_bytes(self, d: usize, ids: usize, keeps_exponentials: bool) -> usize {
-        let d_padded = d.next_multiple_of(SIDE);
-        let decoder = 2 * ids * d_padded * size_of::<bf16>();
-        let logits = ids * SIDE * size_of::<f32>() + ids / 2 * SIDE * size_of::<Pair>();
+        let (d_padded, element) = (d.next_multiple_of(SIDE), self.parts.count() * size_of::<bf16>());
+        let decoder = 2 * ids * d_padded * element;
+        let packing = (SIDE + 1) * d_padded * element;
+        let logits = ids * SIDE * (size_of::<f32>() + element);
         let group = GROUP_COLUMNS.min(d_padded);
-        let third_product = OWN_ROWS * group * size_of::<bf16>() + ids.max(GROUP_IDS) * group * size_of::<f32>();
-        decoder + logits + if keeps_exponentials { third_product } else { ids * SIDE * size_of::<bf16>() }
+        let third_product = OWN_ROWS * group * element + ids.max(self.group_ids()) * group * size_of::<f32>();
+        decoder + packing + logits + if keeps_exponentials { third_product } else { ids * SIDE * element }
     }
 
     fn scaled_context_bytes(self, d: usize) -> usize {
-        d.next_multiple_of(SIDE) * size_of::<bf16>()
+        self.parts.count() * d.next_multiple_of(SIDE) * size_of::<bf16>()
     }
 
     fn most_panels(self) -> usize {
         MOST_PANELS
     }
 
-    /// Writes `[d / 2, SIDE]`, the contexts in pairs of columns.
+    /// Writes `[square of columns][part][pair of columns][SIDE]`.
     fn pack(self, inputs: &Inputs<'_, f32>, contexts: &[f32], panel: Panel, to: &mut [Pair]) {
         let d = inputs.sizes.context_dim;
-        to.fill(0);
+        let grid = Grid { down: 1, across: d.div_ceil(SIDE), parts: self.parts };
+        let mut squares = Aligned::zeros(grid.elements());
+        let mut parts = vec![bf16::ZERO; self.parts.count() * d];
         for (r, context) in contexts[panel.first * d..].chunks_exact(d).take(panel.rows).enumerate() {
-            for (to, pair) in to.chunks_exact_mut(SIDE).zip(context.chunks(2)) {
-                let second = pair.get(1).map_or(0, |&x| rounding::bits(x));
-                to[r] = rounding::pair(rounding::bits(pair[0]), second);
+            write_parts(self.isa, context, self.parts, &mut parts, d);
+            for (part, line) in parts.chunks_exact(d).enumerate() {
+                store_line(line, r, part, grid, &mut squares);
             }
         }
+        transpose::pairs(self.isa, &squares, to);
     }
 
-    /// Rounds the rows, and transposes them for the second product.
+    /// Rounds or splits the rows, and transposes them for a second product.
     fn decoder_tile<'t>(
         self,
         inputs: &'t Inputs<'_, f32>,
         ids: Range<usize>,
+        needs_columns: bool,
         tile: &'t mut DecoderSquares,
     ) -> &'t DecoderSquares {
-        tile.read(self.isa, &inputs.decoder, ids);
+        if needs_columns {
+            tile.read(self.isa, &inputs.decoder, ids, self.parts);
+        } else {
+            tile.read_rows(self.isa, &inputs.decoder, ids, self.parts);
+        }
         tile
     }
 
-    /// Computes the logits in f32 and rounds their exponentials to bf16 for the second and the third product.
+    /// Computes the logits in f32, and rounds or splits their exponentials for the second and the third product.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, f32, Self>,
@@ -121,8 +138,10 @@ impl Format<f32> for Tiles {
     ) {
         let FirstOperands { inputs, ids, decoder, panel, packed, exponentials, products, is_first_tile } = operands;
         let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
+        let parts = self.parts;
         let logits = &mut buffers.logits.at_least(n * SIDE)[..n * SIDE];
         self.unit.multiply_squares(SquareProduct {
+            parts,
             left: &decoder.rows,
             right: packed,
             depth: d / SIDE,
@@ -138,17 +157,19 @@ impl Format<f32> for Tiles {
         let rounded = match exponentials {
             Some(exponentials) => exponentials,
             None if products.is_empty() => return,
-            None => buffers.exponentials.at_least(n * SIDE),
+            None => buffers.exponentials.at_least(parts.count() * n * SIDE),
         };
         let exponentials = &buffers.logits[..n * SIDE];
-        let pairs = &mut buffers.pairs.at_least(n / 2 * SIDE)[..n / 2 * SIDE];
-        f32::dispatch(self.isa, RoundExponentials { exponentials, rows: panel.rows, rounded, pairs });
+        let pairs = buffers.pairs.at_least(parts.count() * n / 2 * SIDE);
+        f32::dispatch(self.isa, RoundExponentials { exponentials, rows: panel.rows, parts, rounded, pairs });
         if products.is_empty() {
             return;
         }
+        let square = parts.square();
         self.unit.multiply(TileProduct {
-            left: Operand { values: &decoder.columns, row: SIDE, step: SQUARE, square: n / SIDE * SQUARE },
-            right: Operand { values: pairs, row: SIDE, step: PAIRS * SIDE, square: 0 },
+            parts,
+            left: Operand { values: &decoder.columns, row: SIDE, step: square, square: n / SIDE * square },
+            right: Operand { values: pairs, row: SIDE, step: parts.square_pairs(), square: 0 },
             steps: n / SIDE,
             to: products,
             to_row: SIDE,
@@ -188,7 +209,8 @@ impl Format<f32> for Tiles {
             for GradientTile { ids, exponentials, factors, bias, .. } in tiles {
                 let Some(bias) = bias else { continue };
                 let (ids, panels) = (ids.len().next_multiple_of(SIDE), operands.factors.first_product.panels.len());
-                f32::dispatch(self.isa, AddTileWeightedSums { exponentials, ids, panels, factors, to: bias });
+                let parts = self.parts;
+                f32::dispatch(self.isa, AddTileWeightedSums { exponentials, ids, panels, parts, factors, to: bias });
             }
         }
     }
@@ -204,6 +226,14 @@ pub(crate) struct GradientBuffers {
 }
 
 impl Tiles {
+    /// Returns the number of ids whose gradients the third product computes at a time.
+    fn group_ids(self) -> usize {
+        match self.parts {
+            Parts::One => GROUP_IDS,
+            Parts::Three => GROUP_SPLIT_IDS,
+        }
+    }
+
     /// Writes some columns of the contexts of some rows, times the rows' factors.
     fn scale(
         self,
@@ -213,10 +243,11 @@ impl Tiles {
         factors: &[f32],
         to: &mut Aligned<Pair>,
     ) {
-        let (d, pairs) = (operands.d, rows.len().next_multiple_of(SIDE) / 2);
-        let to = to.at_least(columns.len().next_multiple_of(SIDE) * pairs);
+        let (d, parts) = (operands.d, self.parts);
+        let column_pairs = rows.len().div_ceil(SIDE) * parts.square_pairs();
+        let to = to.at_least(columns.len().div_ceil(SIDE) * column_pairs);
         let (contexts, factors) = (&operands.contexts[rows.start * d..rows.end * d], &factors[rows]);
-        f32::dispatch(self.isa, ScaleInPairs { contexts, d, columns, factors, pairs, to });
+        f32::dispatch(self.isa, ScaleInPairs { contexts, d, columns, factors, parts, column_pairs, to });
     }
 
     /// Adds products to the gradients of some columns, the first of which is a multiple of a side. If `scaled` has the
@@ -235,24 +266,26 @@ impl Tiles {
         let most = tiles.iter().map(|tile| tile.ids.len().next_multiple_of(SIDE) * width).max().unwrap_or(0);
         let sums = sums.at_least(tiles.len() * most);
         let at_a_time = if scaled.is_some() { rows } else { OWN_ROWS };
+        let (parts, square) = (self.parts, self.parts.square());
         for first in (0..rows).step_by(at_a_time) {
             let block = first..rows.min(first + at_a_time);
             if scaled.is_none() {
                 self.scale(operands, block.clone(), columns.clone(), &tiles[0].factors, own);
             }
-            let pairs = block.len().next_multiple_of(SIDE) / 2;
-            for panels in steps(first / SIDE..block.end.div_ceil(SIDE)) {
+            let column_pairs = block.len().div_ceil(SIDE) * parts.square_pairs();
+            for panels in parts.steps(first / SIDE..block.end.div_ceil(SIDE)) {
                 for (tile, sums) in tiles.iter().zip(sums.chunks_exact_mut(most)) {
                     let n = tile.ids.len().next_multiple_of(SIDE);
                     let right = match scaled {
-                        Some(scaled) => &scaled[tile.segment][columns.start * pairs..],
+                        Some(scaled) => &scaled[tile.segment][columns.start / SIDE * column_pairs..],
                         None => own,
                     };
-                    let left = &tile.exponentials[panels.start * SIDE * n..];
-                    let right = &right[(panels.start * SIDE - first) / 2 * SIDE..];
+                    let left = &tile.exponentials[panels.start * (n / SIDE) * square..];
+                    let right = &right[(panels.start - first / SIDE) * parts.square_pairs()..];
                     self.unit.multiply(TileProduct {
-                        left: Operand { values: left, row: SIDE, step: SIDE * n, square: SQUARE },
-                        right: Operand { values: right, row: SIDE, step: PAIRS * SIDE, square: pairs * SIDE },
+                        parts,
+                        left: Operand { values: left, row: SIDE, step: n / SIDE * square, square },
+                        right: Operand { values: right, row: SIDE, step: parts.square_pairs(), square: column_pairs },
                         steps: panels.len(),
                         to: sums,
                         to_row: width,
@@ -339,12 +372,14 @@ impl Kernel<f32> for ScaleAndAddBias<'_> {
     }
 }
 
-/// Rounds exponentials `[ids, SIDE]` to bf16: as they lie, and in pairs of ids. Lanes without a row become zero.
+/// Rounds or splits exponentials `[ids, SIDE]`: as they lie, and in pairs of ids. Lanes without a row become zero.
 struct RoundExponentials<'a> {
     exponentials: &'a [f32],
     rows: usize,
+    parts: Parts,
+    /// `[square of ids][part][id][SIDE]`
     rounded: &'a mut [bf16],
-    /// `[ids / 2, SIDE]`
+    /// `[square of ids][part][pair of ids][SIDE]`
     pairs: &'a mut [Pair],
 }
 
@@ -353,31 +388,50 @@ impl Kernel<f32> for RoundExponentials<'_> {
 
     #[inline(always)]
     fn run<V: Vector<f32>>(self, _: V) {
+        match self.parts {
+            Parts::One => self.write::<1>(),
+            Parts::Three => self.write::<3>(),
+        }
+    }
+}
+
+impl RoundExponentials<'_> {
+    #[inline(always)]
+    fn write<const N: usize>(self) {
         let mut mask = [0; SIDE];
         mask[..self.rows].fill(u32::MAX);
-        let id_pairs = self.exponentials.chunks_exact(2 * SIDE).zip(self.rounded.chunks_exact_mut(2 * SIDE));
-        for ((exponentials, rounded), pairs) in id_pairs.zip(self.pairs.chunks_exact_mut(SIDE)) {
-            let (first, second) = exponentials.split_at(SIDE);
-            let (rounded_first, rounded_second) = rounded.split_at_mut(SIDE);
-            for r in 0..SIDE {
-                let (first, second) = (rounding::bits(first[r]) & mask[r], rounding::bits(second[r]) & mask[r]);
-                rounded_first[r] = rounding::bf16_from_bits(first);
-                rounded_second[r] = rounding::bf16_from_bits(second);
-                pairs[r] = rounding::pair(first, second);
+        let squares = self.exponentials.chunks_exact(SQUARE).zip(self.rounded.chunks_exact_mut(N * SQUARE));
+        for ((exponentials, rounded), pairs) in squares.zip(self.pairs.chunks_exact_mut(N * PAIRS * SIDE)) {
+            for (i, rows) in exponentials.as_chunks::<SIDE>().0.as_chunks::<2>().0.iter().enumerate() {
+                let first: [[u32; SIDE]; N] = rounding::parts(rows[0]);
+                let second: [[u32; SIDE]; N] = rounding::parts(rows[1]);
+                for part in 0..N {
+                    let to = &mut rounded[part * SQUARE + 2 * i * SIDE..][..2 * SIDE];
+                    let (to_first, to_second) = to.split_at_mut(SIDE);
+                    let pairs = &mut pairs[(part * PAIRS + i) * SIDE..][..SIDE];
+                    for r in 0..SIDE {
+                        let (first, second) = (first[part][r] & mask[r], second[part][r] & mask[r]);
+                        to_first[r] = rounding::bf16_from_bits(first);
+                        to_second[r] = rounding::bf16_from_bits(second);
+                        pairs[r] = rounding::pair(first, second);
+                    }
+                }
             }
         }
     }
 }
 
-/// Multiplies contexts by factors and writes them in pairs of rows, `[square of columns][pair][SIDE]`, with zeros for
-/// rows and columns that are missing.
+/// Multiplies contexts by factors and writes them in pairs of rows, `[square of columns][square of rows][part][pair]
+/// [SIDE]`, with zeros for rows and columns that are missing.
 struct ScaleInPairs<'a> {
     /// `[rows, d]`
     contexts: &'a [f32],
     d: usize,
     columns: Range<usize>,
     factors: &'a [f32],
-    pairs: usize,
+    parts: Parts,
+    /// The pairs that a square of columns takes, with all rows and parts.
+    column_pairs: usize,
     to: &'a mut [Pair],
 }
 
@@ -386,36 +440,50 @@ impl Kernel<f32> for ScaleInPairs<'_> {
 
     #[inline(always)]
     fn run<V: Vector<f32>>(self, _: V) {
-        let ScaleInPairs { contexts, d, columns: all, factors, pairs, to } = self;
-        for (first, column_pairs) in all.clone().step_by(SIDE).zip(to.chunks_exact_mut(pairs * SIDE)) {
+        match self.parts {
+            Parts::One => self.write::<1>(),
+            Parts::Three => self.write::<3>(),
+        }
+    }
+}
+
+impl ScaleInPairs<'_> {
+    #[inline(always)]
+    fn write<const N: usize>(self) {
+        let ScaleInPairs { contexts, d, columns: all, factors, column_pairs, to, .. } = self;
+        for (first, to) in all.clone().step_by(SIDE).zip(to.chunks_exact_mut(column_pairs)) {
             let columns = first..all.end.min(first + SIDE);
-            let row_pairs = contexts.chunks(2 * d).zip(factors.chunks(2));
-            for (to, (rows, factors)) in column_pairs.chunks_exact_mut(SIDE).zip(row_pairs) {
-                let (first, second) = rows.split_at(d);
-                let first = &first[columns.clone()];
-                let (to, padding) = to.split_at_mut(columns.len());
-                padding.fill(0);
-                if second.is_empty() {
-                    for (to, x) in to.iter_mut().zip(first) {
-                        *to = rounding::bits(factors[0] * x);
-                    }
-                    continue;
+            let row_squares = contexts.chunks(SIDE * d).zip(factors.chunks(SIDE));
+            for (to, (rows, factors)) in to.chunks_exact_mut(N * PAIRS * SIDE).zip(row_squares) {
+                if rows.len() < SIDE * d {
+                    to.fill(0);
                 }
-                for ((to, x), y) in to.iter_mut().zip(first).zip(&second[columns.clone()]) {
-                    *to = rounding::pair(rounding::bits(factors[0] * x), rounding::bits(factors[1] * y));
+                for (i, (rows, factors)) in rows.chunks(2 * d).zip(factors.chunks(2)).enumerate() {
+                    let mut scaled = [[0.0; SIDE]; 2];
+                    for ((scaled, row), factor) in scaled.iter_mut().zip(rows.chunks_exact(d)).zip(factors) {
+                        scaled.iter_mut().zip(&row[columns.clone()]).for_each(|(to, x)| *to = factor * x);
+                    }
+                    let first: [[u32; SIDE]; N] = rounding::parts(scaled[0]);
+                    let second: [[u32; SIDE]; N] = rounding::parts(scaled[1]);
+                    for part in 0..N {
+                        let to = &mut to[(part * PAIRS + i) * SIDE..][..SIDE];
+                        for (to, (first, second)) in to.iter_mut().zip(first[part].into_iter().zip(second[part])) {
+                            *to = rounding::pair(first, second);
+                        }
+                    }
                 }
             }
-            column_pairs[contexts.len().div_ceil(2 * d) * SIDE..].fill(0);
         }
     }
 }
 
 /// Computes `to[id] += sum_r E[id, r] factors[r]` over the rows of some panels.
 struct AddTileWeightedSums<'a> {
-    /// `[panel][ids, SIDE]`
+    /// `[panel][square of ids][part][id][SIDE]`
     exponentials: &'a [bf16],
     ids: usize,
     panels: usize,
+    parts: Parts,
     factors: &'a [f32],
     to: &'a mut [f32],
 }
@@ -425,13 +493,17 @@ impl Kernel<f32> for AddTileWeightedSums<'_> {
 
     #[inline(always)]
     fn run<V: Vector<f32>>(self, _: V) {
+        let square = self.parts.square();
         for (id, to) in self.to.iter_mut().enumerate() {
             let mut sums = [0.0; SIDE];
             for panel in 0..self.panels {
-                let exponentials = &self.exponentials[(panel * self.ids + id) * SIDE..][..SIDE];
+                let first = (panel * (self.ids / SIDE) + id / SIDE) * square + id % SIDE * SIDE;
                 let factors = &self.factors[panel * SIDE..][..SIDE];
-                for r in 0..SIDE {
-                    sums[r] += rounding::widened(exponentials[r]) * factors[r];
+                for part in 0..self.parts.count() {
+                    let exponentials = &self.exponentials[first + part * SQUARE..][..SIDE];
+                    for r in 0..SIDE {
+                        sums[r] += rounding::widened(exponentials[r]) * factors[r];
+                    }
                 }
             }
             *to += sums.iter().sum::<f32>();

@@ -105,6 +105,7 @@ impl<F: Accumulator> Format<F> for Vectors {
         self,
         inputs: &'t Inputs<'_, F>,
         ids: Range<usize>,
+        _: bool,
         buffers: &'t mut [Vec<F>; 2],
     ) -> Self::Decoder<'t> {
         let matrices = inputs.decoder.matrices().zip(buffers);

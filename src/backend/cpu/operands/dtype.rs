@@ -163,6 +163,10 @@ macro_rules! impl_element {
             fn to_bf16(self) -> bf16 {
                 $to_bf16(self)
             }
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                $widen(self) as f32
+            }
         }
     };
 }

@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 
+use crate::backend::cpu::tiles::product::Parts;
 use crate::backend::cpu::tiles::unit::TileUnit;
 use crate::backend::cpu::vector::simd::Isa;
 
@@ -21,13 +22,15 @@ pub(crate) struct Vectors {
     pub(crate) copies_rows: bool,
 }
 
-/// Products on a tile unit, of operands in bf16, with sums in f32.
+/// Products on a tile unit, with sums in f32.
 #[derive(Clone, Copy)]
 pub(crate) struct Tiles {
     pub(crate) unit: TileUnit,
     pub(crate) isa: Isa,
-    /// The dtype in which the operands are stored; those that are not bf16 are rounded.
+    /// The dtype in which the operands are stored.
     pub(crate) dtype: DType,
+    /// How the operands are represented in bf16.
+    pub(crate) parts: Parts,
 }
 
 impl From<Vectors> for Multiplier {

@@ -172,7 +172,8 @@ fn tiles_find_the_most_probable_ids() -> Result<()> {
             };
             let planned = cpu::plan(&operands, scored.task(&operands, NeedsGrad::default())?, None)?;
             assert_eq!(planned.plan.computation, Computation::OnePass);
-            let found = scores::<f32>(Tiles { unit, isa, dtype: DType::BF16 }.into(), &planned, &scored)?;
+            let found =
+                scores::<f32>(Tiles { unit, isa, dtype: DType::BF16, parts: Parts::One }.into(), &planned, &scored)?;
             let expected: Vec<u8> = (0..12).flat_map(|t| [0, u8::from(t == 5), 1, 0, 1]).collect();
             assert_eq!(found.1.expect("asked for").flatten_all()?.to_vec1::<u8>()?, expected, "K = {components}");
         }

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
-use super::product::{TileProduct, SIDE};
+use super::product::{Parts, TileProduct, PAIRS, SIDE, SQUARE};
 use super::rounding::Pair;
 
 /// The proof that this process may use AMX for bf16.
@@ -29,12 +29,12 @@ impl Amx {
     ///
     /// `product.check()` has passed.
     pub(super) unsafe fn multiply(self, product: TileProduct<'_>) {
-        let TileProduct { left, right, steps, to, to_row, rows, columns, is_added } = product;
+        let TileProduct { parts, left, right, steps, to, to_row, rows, columns, is_added } = product;
         let (first_left, first_right, to) = (left.values.as_ptr(), right.values.as_ptr(), to.as_mut_ptr());
         let mut squares = [Square::default(); AT_A_TIME];
         let mut count = 0;
-        for column in 0..columns {
-            for row in 0..rows {
+        for row in 0..rows {
+            for column in 0..columns {
                 squares[count] = Square {
                     left: first_left.wrapping_add(row * left.square),
                     left_row: left.row * size_of::<bf16>(),
@@ -51,7 +51,7 @@ impl Amx {
                 if count == AT_A_TIME || row + 1 == rows && column + 1 == columns {
                     // SAFETY: `self` proves that the instructions may be used, and by the check of the product the
                     // operands and the result of all squares lie in borrowed slices.
-                    unsafe { multiply(&squares[..count]) };
+                    unsafe { multiply(&squares[..count], parts) };
                     count = 0;
                 }
             }
@@ -112,20 +112,11 @@ static CONFIGURATION: Configuration = {
     Configuration(bytes)
 };
 
-/// Computes squares of a result, each as 2 x 2 tiles.
-///
-/// # Safety
-///
-/// The process may use AMX. There is at least one square, and each has at least one step. The operands that a square
-/// addresses are readable, and its result is writable.
-unsafe fn multiply(squares: &[Square]) {
-    const {
-        assert!(std::mem::offset_of!(Square, left_step) == 16 && std::mem::offset_of!(Square, right) == 24);
-        assert!(std::mem::offset_of!(Square, to) == 48 && std::mem::offset_of!(Square, steps) == 64);
-        assert!(std::mem::offset_of!(Square, add) == 72 && size_of::<Square>() == 80);
-    }
-    // SAFETY: the caller's. The compiler itself never uses the tile registers, and they are released at the end.
-    unsafe {
+/// Computes squares of a result, each as 2 x 2 tiles. The arguments are the instructions of a step, which multiply a
+/// square of each operand: the tiles 4 and 5 have the upper and the lower half of a left part, the tiles 6 and 7 the
+/// left and the right half of a right part.
+macro_rules! multiply {
+    ($squares:expr, $($step:literal),* $(,)?) => {
         asm!(
             "ldtilecfg [{configuration}]",
             "2:",
@@ -156,17 +147,10 @@ unsafe fn multiply(squares: &[Square]) {
             "mov {right_row}, [{square} + 32]",
             "mov {steps}, [{square} + 64]",
             "5:",
-            "tileloadd tmm4, [{left} + {left_row}*1]",
-            "tileloadd tmm6, [{right} + {right_row}*1]",
-            "tileloadd tmm7, [{right} + {right_row}*1 + 64]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm5, [{left_below} + {left_row}*1]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
+            $($step,)*
             "add {left}, [{square} + 16]",
             "add {left_below}, [{square} + 16]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
             "add {right}, [{square} + 40]",
-            "tdpbf16ps tmm3, tmm5, tmm7",
             "dec {steps}",
             "jnz 5b",
             "tilestored [{to} + {to_row}*1], tmm0",
@@ -178,8 +162,8 @@ unsafe fn multiply(squares: &[Square]) {
             "jnz 2b",
             "tilerelease",
             configuration = in(reg) &CONFIGURATION,
-            square = inout(reg) squares.as_ptr() => _,
-            count = inout(reg) squares.len() => _,
+            square = inout(reg) $squares.as_ptr() => _,
+            count = inout(reg) $squares.len() => _,
             to = out(reg) _,
             to_row = out(reg) _,
             to_below = out(reg) _,
@@ -190,7 +174,89 @@ unsafe fn multiply(squares: &[Square]) {
             right_row = out(reg) _,
             steps = out(reg) _,
             options(nostack),
-        );
+        )
+    };
+}
+
+/// Computes squares of a result, whose operands have these parts.
+///
+/// # Safety
+///
+/// The process may use AMX. There is at least one square, and each has at least one step. The operands that a square
+/// addresses are readable, and its result is writable.
+unsafe fn multiply(squares: &[Square], parts: Parts) {
+    const {
+        assert!(std::mem::offset_of!(Square, left_step) == 16 && std::mem::offset_of!(Square, right) == 24);
+        assert!(std::mem::offset_of!(Square, to) == 48 && std::mem::offset_of!(Square, steps) == 64);
+        assert!(std::mem::offset_of!(Square, add) == 72 && size_of::<Square>() == 80);
+        // The distance between parts, in bytes.
+        assert!(SQUARE * size_of::<bf16>() == 2048 && PAIRS * SIDE * size_of::<Pair>() == 2048);
+    }
+    match parts {
+        // SAFETY: the caller's. The compiler itself never uses the tile registers, and they are released at the end.
+        Parts::One => unsafe {
+            multiply!(
+                squares,
+                "tileloadd tmm4, [{left} + {left_row}*1]",
+                "tileloadd tmm6, [{right} + {right_row}*1]",
+                "tileloadd tmm7, [{right} + {right_row}*1 + 64]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{left_below} + {left_row}*1]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+            )
+        },
+        // SAFETY: as above. The order is that of `Parts::products`.
+        Parts::Three => unsafe {
+            multiply!(
+                squares,
+                // 0, 2
+                "tileloadd tmm4, [{left} + {left_row}*1]",
+                "tileloadd tmm6, [{right} + {right_row}*1 + 4096]",
+                "tileloadd tmm7, [{right} + {right_row}*1 + 4160]",
+                "tileloadd tmm5, [{left_below} + {left_row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // 0, 1
+                "tileloadd tmm6, [{right} + {right_row}*1 + 2048]",
+                "tileloadd tmm7, [{right} + {right_row}*1 + 2112]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // 1, 1
+                "tileloadd tmm4, [{left} + {left_row}*1 + 2048]",
+                "tileloadd tmm5, [{left_below} + {left_row}*1 + 2048]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // 1, 0
+                "tileloadd tmm6, [{right} + {right_row}*1]",
+                "tileloadd tmm7, [{right} + {right_row}*1 + 64]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // 2, 0
+                "tileloadd tmm4, [{left} + {left_row}*1 + 4096]",
+                "tileloadd tmm5, [{left_below} + {left_row}*1 + 4096]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // 0, 0
+                "tileloadd tmm4, [{left} + {left_row}*1]",
+                "tileloadd tmm5, [{left_below} + {left_row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+            )
+        },
     }
 }
 

@@ -26,7 +26,7 @@ impl Bf16Dots {
         is_there.then_some(Bf16Dots(PhantomData))
     }
 
-    /// Computes the product.
+    /// Computes the product of operands of one part.
     pub(super) fn multiply(self, product: TileProduct<'_>) {
         // SAFETY: `self` proves that the machine has the instructions.
         unsafe { multiply(product) }
@@ -36,7 +36,7 @@ impl Bf16Dots {
 /// Computes the product, 8 rows by a square's columns at a time.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn multiply(product: TileProduct<'_>) {
-    let TileProduct { left, right, steps, to, to_row, rows, columns, is_added } = product;
+    let TileProduct { left, right, steps, to, to_row, rows, columns, is_added, .. } = product;
     for (column, first) in (0..columns).flat_map(|column| (0..SIDE * rows).step_by(ROWS).map(move |row| (column, row)))
     {
         let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];

@@ -1,20 +1,23 @@
 //! The tile unit's arithmetic in plain Rust: Intel's `TDPBF16PS`.
 //!
-//! The even and the odd products of a square's depth are summed separately, with one rounding for each product, added,
-//! and then added to the result. Subnormal numbers are zero, as operands and as results.
+//! The even and the odd products of a square's depth, for two parts of the operands, are summed separately, with one
+//! rounding for each product, added, and then added to the result. Subnormal numbers are zero, as operands and as results.
 
-use super::product::{TileProduct, PAIRS, SIDE};
+use super::product::{TileProduct, PAIRS, SIDE, SQUARE};
 use super::rounding::widened;
 
 /// Computes the product, with the unit's bits.
 pub(super) fn multiply(product: TileProduct<'_>) {
-    let TileProduct { left, right, steps, to, to_row, rows, columns, is_added } = product;
+    let TileProduct { parts, left, right, steps, to, to_row, rows, columns, is_added } = product;
     for (row, column) in (0..SIDE * rows).flat_map(|row| (0..SIDE * columns).map(move |column| (row, column))) {
         let to = &mut to[row * to_row + column];
         let mut total = if is_added { normal(*to) } else { 0.0 };
-        for step in 0..steps {
-            let left = &left.values[row / SIDE * left.square + row % SIDE * left.row + step * left.step..][..SIDE];
-            let right = &right.values[column / SIDE * right.square + column % SIDE + step * right.step..];
+        let products = (0..steps).flat_map(|step| parts.products().iter().map(move |&parts| (step, parts)));
+        for (step, (left_part, right_part)) in products {
+            let left = &left.values[left_part * SQUARE + step * left.step..];
+            let left = &left[row / SIDE * product.left.square + row % SIDE * product.left.row..][..SIDE];
+            let right = &right.values[right_part * PAIRS * SIDE + step * right.step..];
+            let right = &right[column / SIDE * product.right.square + column % SIDE..];
             let mut sums = [0.0f32; 2];
             for k in 0..PAIRS {
                 let pair = right_pair(right, k * product.right.row);

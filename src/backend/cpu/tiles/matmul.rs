@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::product::{SquareProduct, PAIRS, SIDE, SQUARE};
+use super::product::{Parts, SquareProduct, PAIRS, SIDE, SQUARE};
 use super::rounding::{self, Pair, RoundedRow};
 use super::squares::{store_lines, Grid};
 use super::transpose;
@@ -45,6 +45,7 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: TileMatrix<'_>, right: Tile
             let width = columns.len().next_multiple_of(SIDE);
             let sums = sums.at_least(down * SIDE * width);
             unit.multiply_squares(SquareProduct {
+                parts: Parts::One,
                 left: packed,
                 right: &pairs[first * depth * PAIRS..],
                 depth,
@@ -64,7 +65,7 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: TileMatrix<'_>, right: Tile
 impl TileMatrix<'_> {
     /// Writes some rows in squares, padded with zeros.
     fn write_squares(self, isa: Isa, rows: Range<usize>, to: &mut Aligned<bf16>) {
-        let grid = Grid { down: rows.len().div_ceil(SIDE), across: self.columns.div_ceil(SIDE) };
+        let grid = Grid { down: rows.len().div_ceil(SIDE), across: self.columns.div_ceil(SIDE), parts: Parts::One };
         let to = to.at_least(grid.elements());
         if !self.is_transposed {
             let lines = self.values[rows.start * self.columns..rows.end * self.columns].chunks_exact(self.columns);
@@ -91,7 +92,7 @@ impl TileMatrix<'_> {
             // The rows of these columns become squares one below the other.
             let lines = self.values.chunks_exact(self.columns).map(|row| &row[columns.clone()]);
             let squares = squares.at_least(depth * SQUARE);
-            store_lines(lines, Grid { down: depth, across: 1 }, squares);
+            store_lines(lines, Grid { down: depth, across: 1, parts: Parts::One }, squares);
             f32::dispatch(isa, PairRows { rows: squares, pairs });
         });
         pairs

@@ -1,4 +1,5 @@
-//! Products of bf16 matrices on a tile unit, with sums in f32.
+//! Products of matrices on a tile unit, with sums in f32. The matrices are in bf16, or their numbers in f32 are split
+//! into three parts in bf16.
 //!
 //! A unit multiplies squares: 32 rows of the left operand by 32 columns of the right one, and adds up 32 products at a
 //! time. The left operand lies in rows. The right operand lies in pairs of its rows: the unit adds up the products of a

@@ -16,10 +16,52 @@ pub(crate) const SQUARE: usize = SIDE * SIDE;
 /// cache.
 const MOST_STEPS: usize = 16;
 
-/// Cuts a range into ranges of nearly the same size, of at most [`MOST_STEPS`].
-pub(crate) fn steps(all: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let size = all.len().div_ceil(all.len().div_ceil(MOST_STEPS));
-    all.clone().step_by(size).map(move |first| first..all.end.min(first + size))
+/// How the numbers of operands are represented. A square of an operand lies as its parts, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Parts {
+    /// A number in bf16, to which wider ones are rounded.
+    One,
+    /// The sum of three numbers in bf16, which represent one in f32 exactly.
+    Three,
+}
+
+impl Parts {
+    /// Returns the number of parts.
+    pub(crate) fn count(self) -> usize {
+        match self {
+            Parts::One => 1,
+            Parts::Three => 3,
+        }
+    }
+
+    /// Returns the elements of a square of the left operand, with all parts.
+    pub(crate) fn square(self) -> usize {
+        self.count() * SQUARE
+    }
+
+    /// Returns the pairs of a square of the right operand, with all parts.
+    pub(crate) fn square_pairs(self) -> usize {
+        self.count() * PAIRS * SIDE
+    }
+
+    /// Returns which part of the left operand is multiplied by which of the right one, in the order in which the unit
+    /// adds them up. Of three parts, the products that are left out are less than 2^-24 of the product (Henry, Tang and
+    /// Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations",
+    /// arXiv:1904.06376). Neighbours share an operand.
+    pub(super) fn products(self) -> &'static [(usize, usize)] {
+        match self {
+            Parts::One => &[(0, 0)],
+            Parts::Three => &[(0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)],
+        }
+    }
+
+    /// Cuts the squares of a sum into those that are summed over at a time. Each part is multiplied several times while
+    /// it is in registers and in the first-level cache, so that a sum of three parts is not cut.
+    pub(crate) fn steps(self, all: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let most = if self == Parts::One { MOST_STEPS } else { usize::MAX };
+        let size = all.len().div_ceil(all.len().div_ceil(most));
+        all.clone().step_by(size).map(move |first| first..all.end.min(first + size))
+    }
 }
 
 /// An operand, and where its squares lie.
@@ -35,14 +77,17 @@ pub(crate) struct Operand<'a, E> {
 }
 
 impl<E> Operand<'_, E> {
-    /// Returns whether the operand contains so many squares, steps and rows.
-    fn contains(&self, squares: usize, steps: usize, rows: usize) -> bool {
-        (squares - 1) * self.square + (steps - 1) * self.step + (rows - 1) * self.row + SIDE <= self.values.len()
+    /// Returns whether the operand contains so many squares and steps, of which each part has so many rows.
+    fn contains(&self, squares: usize, steps: usize, rows: usize, parts: Parts) -> bool {
+        let parts = (parts.count() - 1) * rows * SIDE;
+        let square = (rows - 1) * self.row + SIDE;
+        (squares - 1) * self.square + (steps - 1) * self.step + parts + square <= self.values.len()
     }
 }
 
 /// `to = left right`, or `to += left right`.
 pub(crate) struct TileProduct<'a> {
+    pub(crate) parts: Parts,
     pub(crate) left: Operand<'a, bf16>,
     pub(crate) right: Operand<'a, Pair>,
     /// The number of squares in the direction of the sums.
@@ -60,9 +105,10 @@ pub(crate) struct TileProduct<'a> {
 
 /// `to = left right` for operands whose squares lie side by side.
 pub(crate) struct SquareProduct<'a> {
-    /// `[square of rows][square of the depth][SIDE, SIDE]`
+    pub(crate) parts: Parts,
+    /// `[square of rows][square of the depth][part][SIDE, SIDE]`
     pub(crate) left: &'a [bf16],
-    /// `[square of columns][pair of rows][SIDE]`
+    /// `[square of columns][square of the depth][part][pair of rows][SIDE]`
     pub(crate) right: &'a [Pair],
     /// The number of squares in the direction of the sums.
     pub(crate) depth: usize,
@@ -80,14 +126,34 @@ impl TileProduct<'_> {
         self.rows == 0 || self.columns == 0
     }
 
-    /// Checks that all squares lie in the operands and in the result.
+    /// Calls `multiply` with the product of each part and another.
+    pub(super) fn by_parts(self, mut multiply: impl FnMut(TileProduct<'_>)) {
+        let TileProduct { parts, left, right, steps, to, to_row, rows, columns, is_added } = self;
+        for (i, &(left_part, right_part)) in parts.products().iter().enumerate() {
+            multiply(TileProduct {
+                parts: Parts::One,
+                left: Operand { values: &left.values[left_part * SQUARE..], ..left },
+                right: Operand { values: &right.values[right_part * PAIRS * SIDE..], ..right },
+                steps,
+                to: &mut *to,
+                to_row,
+                rows,
+                columns,
+                is_added: is_added || i > 0,
+            });
+        }
+    }
+
+    /// Checks that all squares lie in the operands and in the result, and that the rows of several parts lie side by
+    /// side.
     ///
     /// # Panics
     ///
     /// If one does not.
     pub(super) fn check(&self) {
-        let TileProduct { left, right, steps, to_row, rows, columns, .. } = *self;
-        assert!(steps > 0 && left.contains(rows, steps, SIDE) && right.contains(columns, steps, PAIRS));
+        let TileProduct { parts, left, right, steps, to_row, rows, columns, .. } = *self;
+        assert!(steps > 0 && left.contains(rows, steps, SIDE, parts) && right.contains(columns, steps, PAIRS, parts));
+        assert!(parts == Parts::One || left.row == SIDE && right.row == SIDE);
         assert!(SIDE * columns <= to_row && (SIDE * rows - 1) * to_row + SIDE * columns <= self.to.len());
     }
 }

@@ -2,7 +2,8 @@
 
 use half::{bf16, f16};
 
-use crate::backend::cpu::vector::simd::{Kernel, Vector};
+use super::product::{Parts, SIDE};
+use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 
 /// Two numbers in bf16, the first in the low half.
 pub(crate) type Pair = u32;
@@ -29,6 +30,27 @@ pub(crate) fn bf16(x: f32) -> bf16 {
 #[inline(always)]
 pub(crate) fn bf16_from_bits(bits: u32) -> bf16 {
     bf16::from_bits(bits as u16)
+}
+
+/// Returns the parts of each number, as bits in the low halves: each part is the bf16 nearest to what those before it
+/// leave of the number. The sum of three is the number, unless that is so small that a part would be subnormal, or
+/// rounds to infinity.
+#[inline(always)]
+pub(crate) fn parts<const N: usize, const LANES: usize>(x: [f32; LANES]) -> [[u32; LANES]; N] {
+    let mut rest = x;
+    let mut parts = [[0; LANES]; N];
+    for (i, part) in parts.iter_mut().enumerate() {
+        for (part, rest) in part.iter_mut().zip(&rest) {
+            *part = bits(*rest);
+        }
+        if i + 1 < N {
+            for (part, rest) in part.iter().zip(&mut rest) {
+                let widened = f32::from_bits(*part << 16);
+                *rest = if widened.is_finite() { *rest - widened } else { 0.0 };
+            }
+        }
+    }
+    parts
 }
 
 /// Returns the pair of two bf16, from their bits in the low halves.
@@ -71,9 +93,66 @@ impl<T: ToBf16> Kernel<f32> for RoundedRow<'_, T> {
     }
 }
 
+/// Splits `values[..]` into three parts, the i-th of which becomes `to[i * distance..]`.
+pub(crate) struct SplitRow<'a, T> {
+    pub(crate) values: &'a [T],
+    pub(crate) to: &'a mut [bf16],
+    pub(crate) distance: usize,
+}
+
+impl<T: ToBf16> Kernel<f32> for SplitRow<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<f32>>(self, _: V) {
+        let SplitRow { values, to, distance } = self;
+        let (first, rest) = to.split_at_mut(distance);
+        let (second, third) = rest.split_at_mut(distance);
+        let (blocks, last) = values.as_chunks::<SIDE>();
+        let at = blocks.len() * SIDE;
+        let to = first.as_chunks_mut().0.iter_mut().zip(second.as_chunks_mut().0).zip(third.as_chunks_mut().0);
+        for (block, ((first, second), third)) in blocks.iter().zip(to) {
+            split(block, [first, second, third]);
+        }
+        let mut block = [T::default(); SIDE];
+        block[..last.len()].copy_from_slice(last);
+        let mut parts = [[bf16::ZERO; SIDE]; 3];
+        split(&block, parts.each_mut());
+        for (to, part) in [first, second, third].into_iter().zip(parts) {
+            to[at..][..last.len()].copy_from_slice(&part[..last.len()]);
+        }
+    }
+}
+
+/// Splits a block of numbers.
+#[inline(always)]
+fn split<T: ToBf16>(values: &[T; SIDE], to: [&mut [bf16; SIDE]; 3]) {
+    let mut lanes = [0.0; SIDE];
+    for (lane, x) in lanes.iter_mut().zip(values) {
+        *lane = x.to_f32();
+    }
+    let parts: [[u32; SIDE]; 3] = parts(lanes);
+    for (to, part) in to.into_iter().zip(&parts) {
+        for (to, bits) in to.iter_mut().zip(part) {
+            *to = bf16_from_bits(*bits);
+        }
+    }
+}
+
+/// Rounds numbers, or splits them into parts, the i-th of which becomes `to[i * distance..]`.
+pub(crate) fn write_parts<T: ToBf16>(isa: Isa, values: &[T], parts: Parts, to: &mut [bf16], distance: usize) {
+    match parts {
+        Parts::One => f32::dispatch(isa, RoundedRow { values, to }),
+        Parts::Three => f32::dispatch(isa, SplitRow { values, to, distance }),
+    }
+}
+
 /// A number that is rounded to bf16, or is one.
-pub(crate) trait ToBf16: Copy {
+pub(crate) trait ToBf16: Copy + Default {
     fn to_bf16(self) -> bf16;
+
+    /// Returns the number in f32, rounded if it is wider.
+    fn to_f32(self) -> f32;
 }
 
 #[cfg(test)]
@@ -86,6 +165,23 @@ mod tests {
             let x = f16::from_bits(bits);
             let (found, expected) = (widened_f16(x), x.to_f32());
             assert!(found.to_bits() == expected.to_bits() || found.is_nan() && x.is_nan(), "{x}: {found}");
+        }
+    }
+
+    #[test]
+    fn three_parts_are_the_number() {
+        let mut state = 1u32;
+        for _ in 0..100_000 {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let x = f32::from_bits(state);
+            let widened = parts::<3, 1>([x]).map(|[bits]| f32::from_bits(bits << 16));
+            if x.is_nan() || !widened[0].is_finite() {
+                assert!(widened[1..] == [0.0; 2] && (widened[0].is_nan() == x.is_nan()), "{x}: {widened:?}");
+            } else {
+                let sum: f64 = widened.into_iter().map(f64::from).sum();
+                assert!((sum - f64::from(x)).abs() <= f64::from(f32::MIN_POSITIVE) / 128.0, "{x}: {widened:?}");
+                assert!(x.abs() < 1e-30 || sum == f64::from(x), "{x}: {widened:?}");
+            }
         }
     }
 

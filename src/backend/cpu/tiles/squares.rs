@@ -2,38 +2,42 @@
 
 use half::bf16;
 
-use super::product::{SIDE, SQUARE};
+use super::product::{Parts, SIDE, SQUARE};
 
-/// The number of squares of a matrix, one below the other and side by side.
+/// The number of squares of a matrix, one below the other and side by side, and their parts.
 #[derive(Clone, Copy)]
 pub(crate) struct Grid {
     pub(crate) down: usize,
     pub(crate) across: usize,
+    pub(crate) parts: Parts,
 }
 
 impl Grid {
     pub(crate) fn elements(self) -> usize {
-        self.down * self.across * SQUARE
+        self.down * self.across * self.parts.square()
     }
 
     pub(crate) fn transposed(self) -> Self {
-        Grid { down: self.across, across: self.down }
+        Grid { down: self.across, across: self.down, ..self }
     }
 }
 
-/// Stores a row of a matrix that has `across` squares side by side, padded with zeros.
-pub(crate) fn store_line(line: &[bf16], row: usize, across: usize, to: &mut [bf16]) {
-    let squares = to[(row / SIDE * across * SIDE + row % SIDE) * SIDE..].chunks_mut(SQUARE).take(across);
-    let mut parts = line.chunks(SIDE);
-    for to in squares {
-        let part = parts.next().unwrap_or_default();
-        to[..part.len()].copy_from_slice(part);
-        to[part.len()..SIDE].fill(bf16::ZERO);
+/// Stores one part of a row of a matrix, padded with zeros.
+pub(crate) fn store_line(line: &[bf16], row: usize, part: usize, grid: Grid, to: &mut [bf16]) {
+    let square = grid.parts.square();
+    let first = row / SIDE * grid.across * square + part * SQUARE + row % SIDE * SIDE;
+    let (pieces, last) = line.as_chunks::<SIDE>();
+    for (i, to) in to[first..].chunks_mut(square).take(grid.across).enumerate() {
+        let Some(to) = to.first_chunk_mut() else { return };
+        *to = pieces.get(i).copied().unwrap_or([bf16::ZERO; SIDE]);
+        if i == pieces.len() {
+            to[..last.len()].copy_from_slice(last);
+        }
     }
 }
 
-/// Stores the rows of a matrix, padded with zeros.
+/// Stores the rows of a matrix of one part, padded with zeros.
 pub(crate) fn store_lines<'l>(lines: impl Iterator<Item = &'l [bf16]>, grid: Grid, to: &mut [bf16]) {
     let mut lines = lines.fuse();
-    (0..grid.down * SIDE).for_each(|row| store_line(lines.next().unwrap_or_default(), row, grid.across, to));
+    (0..grid.down * SIDE).for_each(|row| store_line(lines.next().unwrap_or_default(), row, 0, grid, to));
 }

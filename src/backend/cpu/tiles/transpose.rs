@@ -45,13 +45,16 @@ fn each_pairs(from: &[bf16], to: &mut [Pair], transpose: impl Fn(&[bf16; SQUARE]
     }
 }
 
-/// Calls `transpose` with each square and its place in the transpose.
+/// Calls `transpose` with each part of a square and its place in the transpose.
 #[inline(always)]
 fn each_square(from: &[bf16], grid: Grid, to: &mut [bf16], transpose: impl Fn(&[bf16; SQUARE], &mut [bf16; SQUARE])) {
     let (from, to) = (from.as_chunks::<SQUARE>().0, to.as_chunks_mut::<SQUARE>().0);
+    let parts = grid.parts.count();
     for i in 0..grid.down {
         for j in 0..grid.across {
-            transpose(&from[i * grid.across + j], &mut to[j * grid.down + i]);
+            for part in 0..parts {
+                transpose(&from[(i * grid.across + j) * parts + part], &mut to[(j * grid.down + i) * parts + part]);
+            }
         }
     }
 }
@@ -196,6 +199,7 @@ mod avx512 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::product::Parts;
     use super::*;
 
     #[test]
@@ -217,7 +221,7 @@ mod tests {
     #[test]
     fn rows_become_columns() {
         for isa in Isa::available() {
-            let grid @ Grid { down, across } = Grid { down: 2, across: 3 };
+            let grid @ Grid { down, across, .. } = Grid { down: 2, across: 3, parts: Parts::One };
             let from: Vec<bf16> = (0..grid.elements()).map(|i| bf16::from_bits(i as u16)).collect();
             let mut to = vec![bf16::ZERO; from.len()];
             transpose(isa, &from, grid, &mut to);

@@ -1,6 +1,6 @@
 //! The units that multiply squares, and the choice among them.
 
-use super::product::{steps, Operand, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
+use super::product::{Operand, SquareProduct, TileProduct, SIDE};
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::processor::Processor;
 use crate::backend::cpu::vector::simd::Isa;
@@ -80,21 +80,18 @@ impl TileUnit {
     /// Computes the product. It sums over so many squares at a time that their right operand stays in the first-level
     /// cache.
     pub(crate) fn multiply_squares(self, product: SquareProduct<'_>) {
-        let SquareProduct { left, right, depth, to, rows, width } = product;
-        for steps in steps(0..depth) {
+        let SquareProduct { parts, left, right, depth, to, rows, width } = product;
+        let (square, pairs) = (parts.square(), parts.square_pairs());
+        for steps in parts.steps(0..depth) {
             self.multiply(TileProduct {
+                parts,
                 left: Operand {
-                    values: &left[steps.start * SQUARE..],
+                    values: &left[steps.start * square..],
                     row: SIDE,
-                    step: SQUARE,
-                    square: depth * SQUARE,
+                    step: square,
+                    square: depth * square,
                 },
-                right: Operand {
-                    values: &right[steps.start * PAIRS * SIDE..],
-                    row: SIDE,
-                    step: PAIRS * SIDE,
-                    square: depth * PAIRS * SIDE,
-                },
+                right: Operand { values: &right[steps.start * pairs..], row: SIDE, step: pairs, square: depth * pairs },
                 steps: steps.len(),
                 to: &mut *to,
                 to_row: width,
@@ -116,7 +113,7 @@ impl TileUnit {
             // SAFETY: the check above.
             TileUnit::Amx(unit) => unsafe { unit.multiply(product) },
             #[cfg(target_arch = "x86_64")]
-            TileUnit::Bf16Dots(unit) => unit.multiply(product),
+            TileUnit::Bf16Dots(unit) => product.by_parts(|product| unit.multiply(product)),
             #[cfg(any(test, not(target_arch = "x86_64")))]
             TileUnit::Emulated => super::emulated::multiply(product),
         }
@@ -127,9 +124,12 @@ impl TileUnit {
 mod tests {
     use half::bf16;
 
+    use super::super::product::{Parts, PAIRS, SQUARE};
     use super::super::rounding::{self, Pair};
     use super::*;
     use crate::backend::needs::AMX;
+
+    const BOTH: [Parts; 2] = [Parts::One, Parts::Three];
 
     /// The squares of a product.
     #[derive(Clone, Copy, Debug)]
@@ -137,6 +137,7 @@ mod tests {
         rows: usize,
         columns: usize,
         steps: usize,
+        parts: Parts,
     }
 
     /// Numbers of all magnitudes, among them subnormal ones, infinities and NaN if `has_special`.
@@ -162,25 +163,18 @@ mod tests {
         (0..n).map(number).collect()
     }
 
-    /// The bits of a product on a unit, of operands with gaps between their rows. `has_special` is that of `numbers`.
+    /// The bits of a product on a unit, of operands with gaps between their rows or, if these have several parts, between
+    /// their squares. `has_special` is that of `numbers`.
     fn product(unit: TileUnit, shape: Shape, is_added: bool, has_special: bool) -> Vec<u32> {
-        let Shape { rows, columns, steps } = shape;
-        let depth = SIDE * steps + 2;
-        let left: Vec<bf16> = numbers(SIDE * rows * depth, 1, has_special)
-            .into_iter()
-            .map(|x| rounding::bf16_from_bits(rounding::bits(x)))
-            .collect();
-        let across = SIDE * columns + 3;
-        let right: Vec<Pair> = numbers(2 * PAIRS * steps * across, 2, has_special)
-            .chunks_exact(2)
-            .map(|pair| rounding::pair(rounding::bits(pair[0]), rounding::bits(pair[1])))
-            .collect();
+        let Shape { rows, columns, parts, .. } = shape;
+        let (left, right) = operands(shape, has_special);
         let to_row = SIDE * columns + 1;
         let mut to = numbers(SIDE * rows * to_row, 3, has_special);
         unit.multiply(TileProduct {
-            left: Operand { values: &left, row: depth, step: SIDE, square: SIDE * depth },
-            right: Operand { values: &right, row: across, step: PAIRS * across, square: SIDE },
-            steps,
+            parts,
+            left: left_operand(shape, &left),
+            right: right_operand(shape, &right),
+            steps: shape.steps,
             to: &mut to,
             to_row,
             rows,
@@ -190,14 +184,51 @@ mod tests {
         to.into_iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
     }
 
+    /// The numbers of the operands, with those in the gaps.
+    fn operands(shape: Shape, has_special: bool) -> (Vec<bf16>, Vec<Pair>) {
+        let (left, right) = (left_operand(shape, &[]), right_operand(shape, &[]));
+        let left = numbers(shape.rows * left.square + shape.steps * left.step, 1, has_special);
+        let left = left.into_iter().map(|x| rounding::bf16_from_bits(rounding::bits(x))).collect();
+        let right = numbers(2 * (shape.columns * right.square + shape.steps * right.step), 2, has_special);
+        let right = right.chunks_exact(2);
+        (left, right.map(|pair| rounding::pair(rounding::bits(pair[0]), rounding::bits(pair[1]))).collect())
+    }
+
+    fn left_operand(Shape { steps, parts, .. }: Shape, values: &[bf16]) -> Operand<'_, bf16> {
+        match parts {
+            Parts::One => {
+                let depth = SIDE * steps + 2;
+                Operand { values, row: depth, step: SIDE, square: SIDE * depth }
+            }
+            Parts::Three => {
+                let step = parts.square() + 5;
+                Operand { values, row: SIDE, step, square: steps * step + 3 }
+            }
+        }
+    }
+
+    fn right_operand(Shape { columns, steps, parts, .. }: Shape, values: &[Pair]) -> Operand<'_, Pair> {
+        match parts {
+            Parts::One => {
+                let across = SIDE * columns + 3;
+                Operand { values, row: across, step: PAIRS * across, square: SIDE }
+            }
+            Parts::Three => {
+                let step = parts.square_pairs() + 7;
+                Operand { values, row: SIDE, step, square: steps * step + 1 }
+            }
+        }
+    }
+
     #[test]
     fn amx_and_its_emulation_agree_bit_for_bit() {
         let units = TileUnit::available(Isa::available()[0]);
         let Some(unit) = units.into_iter().find(|unit| unit.kernels() == Kernels::Amx) else {
             return AMX.is_missing("the processor or the system lacks it");
         };
-        for [rows, columns, steps] in [[1, 1, 1], [2, 1, 3], [1, 3, 2], [3, 2, 9]] {
-            let shape = Shape { rows, columns, steps };
+        let sizes = [[1, 1, 1], [2, 1, 3], [1, 3, 2], [3, 2, 9]];
+        for ([rows, columns, steps], parts) in sizes.into_iter().flat_map(|s| BOTH.map(|parts| (s, parts))) {
+            let shape = Shape { rows, columns, steps, parts };
             for (is_added, has_special) in [(false, false), (true, false), (false, true), (true, true)] {
                 let found = product(unit, shape, is_added, has_special);
                 let expected = product(TileUnit::Emulated, shape, is_added, has_special);
@@ -209,25 +240,32 @@ mod tests {
     #[test]
     fn products_equal_sums_in_f64() {
         let units = TileUnit::available(Isa::available()[0]);
-        units.into_iter().chain([TileUnit::Emulated]).for_each(equals_sums_in_f64);
+        for unit in units.into_iter().chain([TileUnit::Emulated]) {
+            BOTH.into_iter().for_each(|parts| compare_with_f64(unit, parts));
+        }
     }
 
-    fn equals_sums_in_f64(unit: TileUnit) {
-        let shape @ Shape { rows, columns, steps } = Shape { rows: 2, columns: 3, steps: 2 };
+    /// Compares each sum of a product with that of its products in f64.
+    fn compare_with_f64(unit: TileUnit, parts: Parts) {
+        let shape @ Shape { rows, columns, steps, .. } = Shape { rows: 2, columns: 3, steps: 2, parts };
         let found = product(unit, shape, true, false);
         let start = numbers(SIDE * rows * (SIDE * columns + 1), 3, false);
-        let rounded = |x: f32| f64::from(rounding::bf16_from_bits(rounding::bits(x)).to_f32());
-        let (depth, across) = (SIDE * steps + 2, SIDE * columns + 3);
-        let left = numbers(SIDE * rows * depth, 1, false);
-        let right = numbers(2 * PAIRS * steps * across, 2, false);
-        for i in 0..SIDE * rows {
-            for j in 0..SIDE * columns {
-                let term = |k: usize| rounded(left[i * depth + k]) * rounded(right[2 * (k / 2 * across + j) + k % 2]);
-                let at = i * (SIDE * columns + 1) + j;
-                let expected: f64 = f64::from(start[at]) + (0..SIDE * steps).map(term).sum::<f64>();
-                let found = f32::from_bits(found[at]);
-                assert!((f64::from(found) - expected).abs() < 1e-5, "{unit:?} {i} {j}: {found} {expected}");
+        let (left, right) = operands(shape, false);
+        let (left, right) = (left_operand(shape, &left), right_operand(shape, &right));
+        for (i, j) in (0..SIDE * rows).flat_map(|i| (0..SIDE * columns).map(move |j| (i, j))) {
+            let mut expected = f64::from(start[i * (SIDE * columns + 1) + j]);
+            for (k, &(left_part, right_part)) in
+                (0..SIDE * steps).flat_map(|k| parts.products().iter().map(move |parts| (k, parts)))
+            {
+                let at = i / SIDE * left.square + i % SIDE * left.row + k / SIDE * left.step + k % SIDE;
+                let x = left.values[at + left_part * SQUARE].to_f64();
+                let at = j / SIDE * right.square + j % SIDE + k / SIDE * right.step + k % SIDE / 2 * right.row;
+                let pair = right.values[at + right_part * PAIRS * SIDE];
+                let y = f32::from_bits(if k % 2 == 0 { pair << 16 } else { pair & 0xffff_0000 });
+                expected += x * f64::from(y);
             }
+            let found = f32::from_bits(found[i * (SIDE * columns + 1) + j]);
+            assert!((f64::from(found) - expected).abs() < 1e-5, "{unit:?} {i} {j}: {found} {expected}");
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::backend::cpu::operands::decoder::DecoderView;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
-use crate::backend::cpu::tiles::product::{SquareProduct, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::product::{Parts, SquareProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
 use crate::backend::cpu::tiles::squares::{store_lines, Grid};
 use crate::backend::cpu::tiles::transpose;
@@ -79,7 +79,7 @@ impl FirstProduct<f32> for Tiles {
             |rounded, (squares, values)| {
                 let rounded = &mut rounded[..values.len()];
                 f32::dispatch(self.isa, RoundedRow { values, to: rounded });
-                store_lines(rounded.chunks_exact(d), Grid { down: 1, across }, squares);
+                store_lines(rounded.chunks_exact(d), Grid { down: 1, across, parts: Parts::One }, squares);
             },
         );
         TileContexts::Squares(squares)
@@ -103,7 +103,7 @@ impl FirstProduct<f32> for Tiles {
         for first in ids.clone().step_by(IDS) {
             let block = first..ids.end.min(first + IDS);
             let width = block.len().next_multiple_of(SIDE);
-            squares.read_rows(self.isa, decoder, block.clone());
+            squares.read_rows(self.isa, decoder, block.clone(), Parts::One);
             let pairs = pairs.at_least(width * depth * PAIRS);
             transpose::pairs(self.isa, &squares.rows, pairs);
             for top in (0..tile.rows).step_by(ROWS) {
@@ -111,6 +111,7 @@ impl FirstProduct<f32> for Tiles {
                 let down = rows.len().div_ceil(SIDE);
                 let sums = sums.at_least(down * SIDE * width);
                 self.unit.multiply_squares(SquareProduct {
+                    parts: Parts::One,
                     left: &contexts[top * depth * SIDE..],
                     right: pairs,
                     depth,

@@ -14,7 +14,7 @@
 //! tie in the leader's own tile needs the logits.
 
 use super::exponentials::FirstProductResults;
-use super::format::{FirstOperands, Format};
+use super::format::{FirstOperands, Format, PanelOperands};
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::objective::argmax_terms::{argmax_term, reference};
@@ -209,17 +209,11 @@ impl<F: Accumulator, X: Format<F>> ArgmaxSearch<'_, F, X> {
         values.clear();
         values.resize(ids.len(), F::zero());
         for panel @ Panel { first, width, .. } in layout.panels(self.inputs.sizes.components) {
-            let operands = FirstOperands {
-                inputs: self.inputs,
-                ids: ids.clone(),
-                decoder: &decoder,
-                panel,
-                packed: &packed[first * per_row..][..width * per_row],
-                exponentials: None,
-                products: &mut [],
-                is_first_tile: true,
-            };
-            self.format.multiply(operands, logits, |logits, _| {
+            let packed = &packed[first * per_row..][..width * per_row];
+            let panels = vec![PanelOperands { panel, packed, exponentials: None, products: &mut [] }];
+            let operands =
+                FirstOperands { inputs: self.inputs, ids: ids.clone(), decoder: &decoder, panels, is_first_tile: true };
+            self.format.multiply(operands, logits, |_, logits, _| {
                 if let Some(map) = self.inputs.logit_map {
                     F::dispatch(self.inputs.isa, ApplyLogitMap { tile: logits, map });
                 }

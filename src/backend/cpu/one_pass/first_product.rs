@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::exponentials::{Exponentiate, ExponentiateSigsoftmax, RunningSums, SegmentSums, UpdateOffsets};
-use super::format::{FirstOperands, Format};
+use super::format::{FirstOperands, Format, PanelOperands};
 use super::gradients::Scale;
 use super::layout::{ChunkIds, Layout};
 use super::top_logits::{Floors, TopLogits};
@@ -146,26 +146,28 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
         for (i, tile) in self.layout.tiles_of_segment(piece.segment).enumerate() {
             let ids = self.layout.ids(tile);
             let decoder = self.format.decoder_tile(self.inputs, ids.clone(), needs_columns, decoder_buffers);
-            for ((&panel, sums), products) in piece.panels.iter().zip(&mut sums).zip(&mut piece.products) {
+            let mut panels = Vec::with_capacity(piece.panels.len());
+            for (&panel, products) in piece.panels.iter().zip(&mut piece.products) {
                 let Panel { first, width, .. } = panel;
                 let products =
                     if products.is_empty() { &mut [][..] } else { &mut products[..width * self.layout.padded(d)] };
-                let exponentials = exponentials.next();
-                let are_kept = exponentials.is_some();
-                let tile = PanelTile { ids: ids.clone(), panel, is_first: i == 0 };
-                let operands = FirstOperands {
-                    inputs: self.inputs,
-                    ids: ids.clone(),
-                    decoder: &decoder,
-                    panel,
-                    packed: &packed[first * per_row..][..width * per_row],
-                    exponentials,
-                    products,
-                    is_first_tile: tile.is_first,
-                };
-                self.format.multiply(operands, logit_buffers, |logits, products| {
-                    self.exponentiate(&tile, sums, logits, products);
-                });
+                let packed = &packed[first * per_row..][..width * per_row];
+                panels.push(PanelOperands { panel, packed, exponentials: exponentials.next(), products });
+            }
+            let are_kept = panels.iter().all(|panel| panel.exponentials.is_some());
+            let is_first = i == 0;
+            let operands = FirstOperands {
+                inputs: self.inputs,
+                ids: ids.clone(),
+                decoder: &decoder,
+                panels,
+                is_first_tile: is_first,
+            };
+            self.format.multiply(operands, logit_buffers, |i, logits, products| {
+                let tile = PanelTile { ids: ids.clone(), panel: piece.panels[i], is_first };
+                self.exponentiate(&tile, &mut sums[i], logits, products);
+            });
+            for sums in &mut sums {
                 if self.request.tile_largest {
                     sums.tile_largest.extend_from_slice(&sums.running.tile_largest);
                 }

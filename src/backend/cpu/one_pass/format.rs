@@ -69,14 +69,15 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
         buffers: &'t mut Self::DecoderBuffers,
     ) -> Self::Decoder<'t>;
 
-    /// Computes the first and the second product of a tile and a panel. Writes logits `[ids, width]`, without the logit
-    /// function, and calls `exponentiate` with them and with the products `[padded d, width]` of earlier tiles, which
-    /// may be empty. Then adds the products of the exponentials to these, or replaces them in the first tile.
+    /// Computes the first and the second product of a tile and some panels. For each panel, in their order, writes
+    /// logits `[ids, width]`, without the logit function, and calls `exponentiate` with the panel's index, with them, and
+    /// with the products `[padded d, width]` of earlier tiles, which may be empty. Then adds the products of the
+    /// exponentials to these, or replaces them in the first tile.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, F, Self>,
         buffers: &mut Self::LogitBuffers,
-        exponentiate: impl FnOnce(&mut [F], &mut [F]),
+        exponentiate: impl FnMut(usize, &mut [F], &mut [F]),
     );
 
     /// Prepares the contexts for the third product. `packed`, which the first product has read, may be overwritten.
@@ -98,11 +99,18 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
     );
 }
 
-/// The operands of the first and the second product of a tile and a panel.
+/// The operands of the first and the second product of a tile and some panels.
 pub(crate) struct FirstOperands<'a, 't, F: Accumulator, X: Format<F>> {
     pub(super) inputs: &'a Inputs<'a, F>,
     pub(super) ids: Range<usize>,
     pub(super) decoder: &'a X::Decoder<'t>,
+    pub(super) panels: Vec<PanelOperands<'a, F, X>>,
+    /// Whether the tile is the first, whose products replace what is there.
+    pub(super) is_first_tile: bool,
+}
+
+/// The operands of a panel.
+pub(crate) struct PanelOperands<'a, F: Accumulator, X: Format<F>> {
     pub(super) panel: Panel,
     /// The panel's contexts.
     pub(super) packed: &'a [X::Packed],
@@ -110,8 +118,6 @@ pub(crate) struct FirstOperands<'a, 't, F: Accumulator, X: Format<F>> {
     pub(super) exponentials: Option<&'a mut [X::Exponential]>,
     /// `[padded d, width]`: the second product of the tiles so far; empty if the contexts need no gradient
     pub(super) products: &'a mut [F],
-    /// Whether the tile is the first, whose products replace what is there.
-    pub(super) is_first_tile: bool,
 }
 
 /// The operands of the third product that all tiles share.

@@ -13,15 +13,20 @@ use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
 use crate::backend::cpu::products::panel::Panel;
-use crate::backend::cpu::tiles::product::{Operand, Parts, SquareProduct, TileProduct, PAIRS, SIDE, SQUARE};
+use crate::backend::cpu::tiles::product::{Operand, Parts, TileProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, write_parts, Pair, RoundedRow};
 use crate::backend::cpu::tiles::squares::{store_line, Grid};
 use crate::backend::cpu::tiles::transpose;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::parallel;
+use crate::backend::plan::Kernels;
 
 /// The number of elements of the decoder in a tile, with all parts. The tile is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
+/// The number of elements of the decoder in a tile on AMX, which is multiplied in blocks of columns.
+const BLOCKED_TILE_ELEMENTS: usize = 512 << 10;
+/// The number of elements of a block, with all parts: the block, in rows or in columns, stays in the second-level cache.
+const BLOCK_ELEMENTS: usize = 384 << 10;
 /// The number of ids whose gradients the third product computes at a time. With [`GROUP_COLUMNS`] of their columns,
 /// these stay in the second-level cache while the product sums over the rows.
 const GROUP_IDS: usize = 512;
@@ -34,12 +39,14 @@ const OWN_ROWS: usize = 768;
 /// The maximum number of panels that share a tile of the decoder.
 const MOST_PANELS: usize = 16;
 
-/// The logits of a tile and a panel `[padded ids, SIDE]`, and its exponentials in pairs of ids.
+/// The logits of a tile and the panels that pass through it together.
 #[derive(Default)]
 pub(crate) struct LogitTile {
+    /// `[panel][padded ids, SIDE]`
     logits: Aligned<f32>,
-    /// The exponentials in bf16, if they are not kept for the third product.
+    /// The exponentials of a panel, if they are not kept for the third product.
     exponentials: Aligned<bf16>,
+    /// `[panel][square of ids][part][pair of ids][SIDE]`: the exponentials
     pairs: Aligned<Pair>,
 }
 
@@ -67,7 +74,7 @@ impl Format<f32> for Tiles {
             padding: SIDE,
             pieces: 64,
             tiles: 32,
-            tile_elements: TILE_ELEMENTS / self.parts.count(),
+            tile_elements: self.tile_elements(),
             group_ids: self.group_ids(),
         }
     }
@@ -84,7 +91,9 @@ impl Format<f32> for Tiles {
         let (d_padded, element) = (d.next_multiple_of(SIDE), self.parts.count() * size_of::<bf16>());
         let decoder = 2 * ids * d_padded * element;
         let packing = (SIDE + 1) * d_padded * element;
-        let logits = ids * SIDE * (size_of::<f32>() + element);
+        let tile = TileSquares { down: ids.div_ceil(SIDE), across: d.div_ceil(SIDE) };
+        let panels = if self.column_blocks(tile).len() == 1 { 1 } else { MOST_PANELS };
+        let logits = panels * ids * SIDE * (size_of::<f32>() + element);
         let group = GROUP_COLUMNS.min(d_padded);
         let third_product = OWN_ROWS * group * element + ids.max(self.group_ids()) * group * size_of::<f32>();
         decoder + packing + logits + if keeps_exponentials { third_product } else { ids * SIDE * element }
@@ -129,54 +138,50 @@ impl Format<f32> for Tiles {
         tile
     }
 
-    /// Computes the logits in f32, and rounds or splits their exponentials for the second and the third product.
+    /// Computes the logits in f32, and rounds or splits their exponentials for the second and the third product. A wide
+    /// decoder is multiplied in blocks of columns: all panels pass through a block while it stays in the cache.
     fn multiply(
         self,
         operands: FirstOperands<'_, '_, f32, Self>,
         buffers: &mut LogitTile,
-        exponentiate: impl FnOnce(&mut [f32], &mut [f32]),
+        mut exponentiate: impl FnMut(usize, &mut [f32], &mut [f32]),
     ) {
-        let FirstOperands { inputs, ids, decoder, panel, packed, exponentials, products, is_first_tile } = operands;
-        let (d, n) = (inputs.sizes.context_dim.next_multiple_of(SIDE), ids.len().next_multiple_of(SIDE));
-        let parts = self.parts;
-        let logits = &mut buffers.logits.at_least(n * SIDE)[..n * SIDE];
-        self.unit.multiply_squares(SquareProduct {
-            parts,
-            left: &decoder.rows,
-            right: packed,
-            depth: d / SIDE,
-            to: logits,
-            rows: n / SIDE,
-            width: SIDE,
-        });
-        let (logits, padding) = logits.split_at_mut(ids.len() * SIDE);
-        let bias = &inputs.bias[ids];
-        f32::dispatch(self.isa, ScaleAndAddBias { logits, bias, scale: inputs.logit_scale });
-        exponentiate(logits, products);
-        padding.fill(0.0);
-        let rounded = match exponentials {
-            Some(exponentials) => exponentials,
-            None if products.is_empty() => return,
-            None => buffers.exponentials.at_least(parts.count() * n * SIDE),
-        };
-        let exponentials = &buffers.logits[..n * SIDE];
-        let pairs = buffers.pairs.at_least(parts.count() * n / 2 * SIDE);
-        f32::dispatch(self.isa, RoundExponentials { exponentials, rows: panel.rows, parts, rounded, pairs });
-        if products.is_empty() {
-            return;
+        let FirstOperands { inputs, ids, decoder, mut panels, is_first_tile } = operands;
+        let tile = TileSquares { down: ids.len().div_ceil(SIDE), across: inputs.sizes.context_dim.div_ceil(SIDE) };
+        let (parts, n, blocks) = (self.parts, tile.down * SIDE, self.column_blocks(tile));
+        let together = if blocks.len() == 1 { 1 } else { panels.len() };
+        let LogitTile { logits, exponentials: unkept, pairs } = buffers;
+        for (group, panels) in panels.chunks_mut(together).enumerate() {
+            let logits = logits.at_least(panels.len() * n * SIDE);
+            for block in &blocks {
+                for (panel, logits) in panels.iter().zip(logits.chunks_exact_mut(n * SIDE)) {
+                    self.add_logits(tile, block, &decoder.rows, panel.packed, logits);
+                }
+            }
+            let pairs = pairs.at_least(panels.len() * n / SIDE * parts.square_pairs());
+            let results =
+                logits.chunks_exact_mut(n * SIDE).zip(pairs.chunks_exact_mut(n / SIDE * parts.square_pairs()));
+            for ((i, panel), (tile_logits, pairs)) in panels.iter_mut().enumerate().zip(results) {
+                let (logits, padding) = tile_logits.split_at_mut(ids.len() * SIDE);
+                let bias = &inputs.bias[ids.clone()];
+                f32::dispatch(self.isa, ScaleAndAddBias { logits, bias, scale: inputs.logit_scale });
+                exponentiate(group * together + i, logits, panel.products);
+                padding.fill(0.0);
+                let rounded = match &mut panel.exponentials {
+                    Some(exponentials) => &mut **exponentials,
+                    None if panel.products.is_empty() => continue,
+                    None => unkept.at_least(n / SIDE * parts.square()),
+                };
+                let (exponentials, rows) = (&*tile_logits, panel.panel.rows);
+                f32::dispatch(self.isa, RoundExponentials { exponentials, rows, parts, rounded, pairs });
+            }
+            for block in &blocks {
+                let pairs = pairs.chunks_exact(n / SIDE * parts.square_pairs());
+                for (panel, pairs) in panels.iter_mut().zip(pairs).filter(|(panel, _)| !panel.products.is_empty()) {
+                    self.add_context_products(tile, block, &decoder.columns, pairs, panel.products, !is_first_tile);
+                }
+            }
         }
-        let square = parts.square();
-        self.unit.multiply(TileProduct {
-            parts,
-            left: Operand { values: &decoder.columns, row: SIDE, step: square, square: n / SIDE * square },
-            right: Operand { values: pairs, row: SIDE, step: parts.square_pairs(), square: 0 },
-            steps: n / SIDE,
-            to: products,
-            to_row: SIDE,
-            rows: d / SIDE,
-            columns: 1,
-            is_added: !is_first_tile,
-        });
     }
 
     fn third_contexts<'c>(self, operands: &ThirdOperands<'_, f32>, _: &'c mut [Pair]) -> Vec<Aligned<Pair>>
@@ -225,7 +230,85 @@ pub(crate) struct GradientBuffers {
     sums: Aligned<f32>,
 }
 
+/// The squares of a tile of ids, one below the other and side by side.
+#[derive(Clone, Copy)]
+struct TileSquares {
+    down: usize,
+    across: usize,
+}
+
 impl Tiles {
+    /// Returns the number of elements of the decoder in a tile.
+    fn tile_elements(self) -> usize {
+        match self.unit.kernels() {
+            Kernels::Amx => BLOCKED_TILE_ELEMENTS,
+            _ => TILE_ELEMENTS / self.parts.count(),
+        }
+    }
+
+    /// Cuts a tile into blocks of columns, in squares.
+    fn column_blocks(self, TileSquares { down, across }: TileSquares) -> Vec<Range<usize>> {
+        let most = match self.unit.kernels() {
+            Kernels::Amx => (BLOCK_ELEMENTS / self.parts.count() / (down * SQUARE)).max(1),
+            _ => across,
+        };
+        let size = across.div_ceil(across.div_ceil(most));
+        (0..across).step_by(size).map(|first| first..across.min(first + size)).collect()
+    }
+
+    /// Adds the products of a block of columns to logits `[padded ids, SIDE]`, or replaces these by the first block's.
+    fn add_logits(self, tile: TileSquares, block: &Range<usize>, rows: &[bf16], packed: &[Pair], logits: &mut [f32]) {
+        let (square, pairs) = (self.parts.square(), self.parts.square_pairs());
+        for steps in self.parts.steps(block.clone()) {
+            self.unit.multiply(TileProduct {
+                parts: self.parts,
+                left: Operand {
+                    values: &rows[steps.start * square..],
+                    row: SIDE,
+                    step: square,
+                    square: tile.across * square,
+                },
+                right: Operand { values: &packed[steps.start * pairs..], row: SIDE, step: pairs, square: 0 },
+                steps: steps.len(),
+                to: &mut *logits,
+                to_row: SIDE,
+                rows: tile.down,
+                columns: 1,
+                is_added: steps.start > 0,
+            });
+        }
+    }
+
+    /// Adds the products of a block of columns and the exponentials to the products `[padded d, SIDE]`, or replaces
+    /// these.
+    fn add_context_products(
+        self,
+        tile: TileSquares,
+        block: &Range<usize>,
+        columns: &[bf16],
+        pairs: &[Pair],
+        products: &mut [f32],
+        is_added: bool,
+    ) {
+        let square = self.parts.square();
+        self.unit.multiply(TileProduct {
+            parts: self.parts,
+            left: Operand {
+                values: &columns[block.start * tile.down * square..],
+                row: SIDE,
+                step: square,
+                square: tile.down * square,
+            },
+            right: Operand { values: pairs, row: SIDE, step: self.parts.square_pairs(), square: 0 },
+            steps: tile.down,
+            to: &mut products[block.start * SQUARE..],
+            to_row: SIDE,
+            rows: block.len(),
+            columns: 1,
+            is_added,
+        });
+    }
+
     /// Returns the number of ids whose gradients the third product computes at a time.
     fn group_ids(self) -> usize {
         match self.parts {

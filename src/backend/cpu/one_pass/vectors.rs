@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
+use super::format::{FirstOperands, Format, GradientTile, PanelOperands, ThirdOperands, TileGradient};
 use super::gradients::{AddWeightedSums, ScaleRows};
 use super::layout::Blocks;
 use crate::backend::cpu::inputs::Inputs;
@@ -117,25 +117,29 @@ impl<F: Accumulator> Format<F> for Vectors {
         self,
         operands: FirstOperands<'_, '_, F, Self>,
         buffer: &mut Aligned<F>,
-        exponentiate: impl FnOnce(&mut [F], &mut [F]),
+        mut exponentiate: impl FnMut(usize, &mut [F], &mut [F]),
     ) {
-        let FirstOperands { inputs, ids, decoder, panel, packed, exponentials, products, is_first_tile } = operands;
-        let width = panel.width;
-        let exponentials = match exponentials {
-            Some(exponentials) => exponentials,
-            None => &mut buffer.at_least(ids.len() * width)[..ids.len() * width],
-        };
-        write_logits(inputs, decoder, ids.clone(), packed, width, exponentials);
-        exponentiate(exponentials, products);
-        if products.is_empty() {
-            return;
-        }
+        let FirstOperands { inputs, ids, decoder, panels, is_first_tile } = operands;
         let start = if is_first_tile { Start::Zero } else { Start::Stored };
-        for (columns, block) in decoder {
-            let left = Left { values: block.values, row: block.column, step: block.id, depth: ids.len() };
-            let (rows, left, right) = (columns.len(), &[left][..], &exponentials[..]);
-            let to = &mut products[columns.start * width..];
-            F::dispatch(self.isa, PanelProduct { start, rows, left, right, width, to, to_row: width, columns: width });
+        for (i, PanelOperands { panel: Panel { width, .. }, packed, exponentials, products }) in
+            panels.into_iter().enumerate()
+        {
+            let exponentials = match exponentials {
+                Some(exponentials) => exponentials,
+                None => &mut buffer.at_least(ids.len() * width)[..ids.len() * width],
+            };
+            write_logits(inputs, decoder, ids.clone(), packed, width, exponentials);
+            exponentiate(i, exponentials, products);
+            if products.is_empty() {
+                continue;
+            }
+            for (columns, block) in decoder {
+                let left = Left { values: block.values, row: block.column, step: block.id, depth: ids.len() };
+                let (rows, left, right) = (columns.len(), &[left][..], &exponentials[..]);
+                let to = &mut products[columns.start * width..];
+                let product = PanelProduct { start, rows, left, right, width, to, to_row: width, columns: width };
+                F::dispatch(self.isa, product);
+            }
         }
     }
 

@@ -163,9 +163,9 @@ impl<F: Accumulator, X: Format<F>> ChunkProducts<'_, '_, F, X> {
                 panels,
                 is_first_tile: is_first,
             };
-            self.format.multiply(operands, logit_buffers, |i, logits, products| {
-                let tile = PanelTile { ids: ids.clone(), panel: piece.panels[i], is_first };
-                self.exponentiate(&tile, &mut sums[i], logits, products);
+            self.format.multiply(operands, logit_buffers, |panel, logits, products| {
+                let tile = PanelTile { ids: ids.clone(), panel: piece.panels[panel], is_first };
+                self.exponentiate(&tile, &mut sums[panel], logits, products);
             });
             for sums in &mut sums {
                 if self.request.tile_largest {

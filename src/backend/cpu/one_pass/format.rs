@@ -70,8 +70,8 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
     ) -> Self::Decoder<'t>;
 
     /// Computes the first and the second product of a tile and some panels. For each panel, in their order, writes
-    /// logits `[ids, width]`, without the logit function, and calls `exponentiate` with the panel's index, with them, and
-    /// with the products `[padded d, width]` of earlier tiles, which may be empty. Then adds the products of the
+    /// logits `[ids, width]`, without the logit function, and calls `exponentiate` with the panel's index, with them,
+    /// and with the products `[padded d, width]` of earlier tiles, which may be empty. Then adds the products of the
     /// exponentials to these, or replaces them in the first tile.
     fn multiply(
         self,

@@ -1,5 +1,5 @@
-//! The format of products on a tile unit, whose operands are bf16: the decoder's rows, the contexts, and the exponentials.
-//! Numbers in f32 are rounded, or each is split into three. All sums are f32, as on vectors.
+//! The format of products on a tile unit, whose operands are bf16: the decoder's rows, the contexts, and the
+//! exponentials. Numbers in f32 are rounded, or each is split into three. All sums are f32, as on vectors.
 
 use std::ops::Range;
 
@@ -25,8 +25,9 @@ use crate::backend::plan::Kernels;
 const TILE_ELEMENTS: usize = 384 << 10;
 /// The number of elements of the decoder in a tile on AMX, which is multiplied in blocks of columns.
 const BLOCKED_TILE_ELEMENTS: usize = 512 << 10;
-/// The number of elements of a block, with all parts: the block, in rows or in columns, stays in the second-level cache.
-const BLOCK_ELEMENTS: usize = 384 << 10;
+/// The number of elements of a block, with all parts: the block, in rows or in columns, stays in the second-level
+/// cache. The unit tests' operands are small, and are cut into several blocks too.
+const BLOCK_ELEMENTS: usize = if cfg!(test) { 12 << 10 } else { 384 << 10 };
 /// The number of ids whose gradients the third product computes at a time. With [`GROUP_COLUMNS`] of their columns,
 /// these stay in the second-level cache while the product sums over the rows.
 const GROUP_IDS: usize = 512;
@@ -56,8 +57,8 @@ impl Format<f32> for Tiles {
     type Decoder<'t> = &'t DecoderSquares;
     type DecoderBuffers = DecoderSquares;
     type LogitBuffers = LogitTile;
-    /// For each segment `[square of columns][square of rows][part][pair][SIDE]`: the contexts times its factors, in pairs
-    /// of rows. A tile may have other factors.
+    /// For each segment `[square of columns][square of rows][part][pair][SIDE]`: the contexts times its factors, in
+    /// pairs of rows. A tile may have other factors.
     type ThirdContexts<'c> = Vec<Aligned<Pair>>;
     type GradientBuffers = GradientBuffers;
 

@@ -13,8 +13,8 @@ use crate::backend::cpu::tiles::squares::{store_line, Grid};
 use crate::backend::cpu::tiles::transpose::transpose;
 use crate::backend::cpu::vector::simd::Isa;
 
-/// Some rows of the decoder, `[ids, d]`, and their transpose, both in squares padded with zeros. Each square lies in one
-/// piece, one row of squares after the other.
+/// Some rows of the decoder, `[ids, d]`, and their transpose, both in squares padded with zeros. Each square lies in
+/// one piece, one row of squares after the other.
 #[derive(Default)]
 pub(crate) struct DecoderSquares {
     pub(crate) rows: Aligned<bf16>,

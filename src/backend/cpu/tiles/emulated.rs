@@ -1,7 +1,8 @@
 //! The tile unit's arithmetic in plain Rust: Intel's `TDPBF16PS`.
 //!
 //! The even and the odd products of a square's depth, for two parts of the operands, are summed separately, with one
-//! rounding for each product, added, and then added to the result. Subnormal numbers are zero, as operands and as results.
+//! rounding for each product, added, and then added to the result. Subnormal numbers are zero, as operands and as
+//! results.
 
 use super::product::{TileProduct, PAIRS, SIDE, SQUARE};
 use super::rounding::widened;

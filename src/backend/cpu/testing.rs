@@ -172,8 +172,8 @@ impl Case {
         }
     }
 
-    /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors, of operands in three
-    /// parts and of operands that bf16 represents exactly.
+    /// Checks that the products of a tile unit, or of its emulation, agree with products of vectors, of operands in
+    /// three parts and of operands that bf16 represents exactly.
     fn check_tiles(&self) -> Result<()> {
         if self.dtype == DType::F32 {
             self.check_split_tiles()?;

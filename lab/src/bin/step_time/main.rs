@@ -260,27 +260,32 @@ fn check_implementation(args: &Args) -> std::result::Result<(), Box<dyn std::err
     }
 }
 
-/// Returns the budget in bytes for chunks of at most this many rows. Plans of two budgets tell how much a position
-/// needs.
+/// Returns the largest budget in bytes that is known to give chunks of at most this many rows. The kernels of a plan may
+/// depend on its budget, and with them the bytes of a row, so that the budget is searched for.
 fn budget_for_rows(
     mixture: &Mixture,
     options: &LossOptions,
     rows: usize,
 ) -> std::result::Result<usize, Box<dyn std::error::Error>> {
-    let large = mixture.plan(options)?;
-    let small = mixture.plan(&options.clone().with_workspace_bytes(large.workspace_bytes - 1))?;
-    let difference = large.positions_per_chunk - small.positions_per_chunk;
-    if difference == 0 {
-        return Err("--chunk-rows needs more than one position".into());
-    }
-    let per_position = (large.workspace_bytes - small.workspace_bytes) / difference;
-    let fixed = large.workspace_bytes - large.positions_per_chunk * per_position;
-    let components = large.rows_per_chunk / large.positions_per_chunk;
-    let positions = rows / components;
-    if positions == 0 {
+    let plan = |bytes| mixture.plan(&options.clone().with_workspace_bytes(bytes));
+    let mut low = match plan(1) {
+        Err(mos_head::Error::Workspace { least, .. }) => least,
+        planned => planned?.workspace_bytes,
+    };
+    let components = plan(low)?.rows_per_chunk;
+    if components > rows {
         return Err(format!("--chunk-rows is {rows}, but one position has {components}").into());
     }
-    Ok(fixed + positions * per_position)
+    let mut high = mixture.plan(options)?.workspace_bytes + 1;
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if plan(middle)?.rows_per_chunk <= rows {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    Ok(low)
 }
 
 /// The sorted seconds of the timed steps, and the last loss.

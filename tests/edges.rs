@@ -67,6 +67,10 @@ on_each_device! {
             // More rows than the third product sums over at a time; more tiles than it computes at a time.
             run(33, 3, 17, 200)?;
             run(33, 1, 128_257, 3)?;
+            if device.is_cpu() {
+                // A tile unit multiplies its operands in three parts, and the decoder in several blocks of columns.
+                run(700, 1, 8200, 260)?;
+            }
         }
         Ok(())
     }

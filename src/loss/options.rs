@@ -201,8 +201,8 @@ impl LossOptions {
     ///
     /// The default budget holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with
     /// fewer rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Losses over targets
-    /// by the tile products of Intel AMX, or of AVX512-BF16 on Zen 5, take 768 rows, and in bf16 all rows if they are
-    /// at most twice as many as a context has elements: the gradient of a single chunk needs no sum in f32, which would
+    /// in bf16, or rounded to it, by the tile products of Intel AMX, or of AVX512-BF16 on Zen 5, take 768 rows, and in
+    /// bf16 all rows if they are at most twice as many as a context has elements: the gradient of a single chunk needs no sum in f32, which would
     /// take more memory.
     ///
     /// With CUDA the default budget holds 512 MiB of logits or 4096 rows, whichever is larger, and is at most an eighth

@@ -32,12 +32,12 @@ const LEAST_BYTES: usize = 32 << 20;
 const CHUNK_ROWS: usize = 480;
 /// The rows of a chunk that ranks ids and has no gradient: chunks of half as many rows take hardly longer.
 const RANKING_ROWS: usize = 240;
-/// The rows of a chunk on a tile unit, which multiplies faster than memory provides the gradient. Its exponentials take
-/// half the bytes.
+/// The rows of a chunk on a tile unit, of operands in one part, which it multiplies faster than memory provides the
+/// gradient. Their exponentials take half the bytes.
 const TILE_ROWS: usize = 768;
 /// The least rows of a chunk whose operands a tile unit multiplies in parts: fewer do not save what it takes to split
-/// the decoder.
-const LEAST_SPLIT_ROWS: usize = 256;
+/// the decoder. Chunks of equal size have more if there are more than [`CHUNK_ROWS`] rows.
+const LEAST_SPLIT_ROWS: usize = CHUNK_ROWS / 2;
 /// The most rows of a chunk that keeps no logits: its contexts stay in a cache while the decoder passes.
 const ROWS_WITHOUT_LOGITS: usize = 768;
 
@@ -112,7 +112,7 @@ pub(super) fn plan<F: Served>(operands: &Operands, task: &Task, budget: Option<u
     match plan(tiles) {
         Err(Error::Workspace { .. }) if tiles.is_some() => plan(None),
         Ok(tiled) if tiles.is_some() && parts(operands) == Parts::Three && tiled.rows_per_chunk < LEAST_SPLIT_ROWS => {
-            plan(None)
+            plan(None).or(Ok(tiled))
         }
         planned => planned,
     }
@@ -215,8 +215,9 @@ impl Served for f64 {
 /// Returns what the plan is made for: a tile unit, or vectors.
 pub(super) fn multiplier(Planned { operands, plan, .. }: &Planned) -> Result<Multiplier> {
     let (isa, dtype, parts) = (Isa::detected()?, operands.contexts.dtype(), parts(operands));
-    let multiplies_parts = parts == Parts::One || plan.computation == Computation::OnePass;
-    let has_tiles = Kernels::WITH_TILES.contains(&plan.kernels) && multiplies_parts;
+    // Two passes multiply one part alone.
+    let serves_computation = parts == Parts::One || plan.computation == Computation::OnePass;
+    let has_tiles = Kernels::WITH_TILES.contains(&plan.kernels) && serves_computation;
     Ok(match TileUnit::detected()?.filter(|_| has_tiles) {
         Some(unit) => Tiles { unit, isa, dtype, parts }.into(),
         None => Vectors { isa, copies_rows: operands.copies_rows() }.into(),

@@ -25,7 +25,7 @@ use kept::Kept;
 use lab::show::{report::median, values::name, Peak};
 use mos_head::parts::LogitFunction;
 use mos_head::sampled::NoiseDistribution;
-use mos_head::{Distributions, LossOptions, Mixture, Precision};
+use mos_head::{Distributions, LossOptions, Mixture, Plan, Precision};
 use output::System;
 use scores::{Score, Timed};
 use serde_json::{json, Value};
@@ -277,6 +277,17 @@ fn budget_for_rows(
         return Err(format!("--chunk-rows is {rows}, but one position has {components}").into());
     }
     let mut high = mixture.plan(options)?.workspace_bytes + 1;
+    loop {
+        let Plan { rows_per_chunk, positions, positions_per_chunk, .. } = plan(high)?;
+        if rows_per_chunk > rows {
+            break;
+        }
+        low = high;
+        if positions_per_chunk == positions {
+            return Ok(low);
+        }
+        high *= 2;
+    }
     while high - low > 1 {
         let middle = low + (high - low) / 2;
         if plan(middle)?.rows_per_chunk <= rows {
@@ -354,9 +365,9 @@ mod tests {
                 let bytes = budget_for_rows(&mixture, &options, rows).expect("a budget");
                 mixture.plan(&options.clone().with_workspace_bytes(bytes)).expect("a plan")
             };
-            for rows in [3, 30, 60, 96] {
+            for rows in [3, 30, 60, 96, 291, 1000] {
                 let plan = plan(rows);
-                assert!(plan.rows_per_chunk <= rows && plan.rows_per_chunk > rows / 2, "{rows}: {plan}");
+                assert!(plan.rows_per_chunk <= rows && plan.rows_per_chunk > rows.min(291) / 2, "{rows}: {plan}");
                 assert!(plan.workspace_bytes <= plan.budget_bytes, "{rows}: {plan}");
             }
             assert!(budget_for_rows(&mixture, &options, 2).is_err());

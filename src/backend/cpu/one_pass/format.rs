@@ -114,7 +114,8 @@ pub(crate) struct PanelOperands<'a, F: Accumulator, X: Format<F>> {
     pub(super) panel: Panel,
     /// The panel's contexts.
     pub(super) packed: &'a [X::Packed],
-    /// `[padded ids, width]`: where the exponentials are kept, if the third product needs them
+    /// `[padded ids, width]`, each with all its numbers, in the format's order: where the exponentials are kept, if the
+    /// third product needs them
     pub(super) exponentials: Option<&'a mut [X::Exponential]>,
     /// `[padded d, width]`: the second product of the tiles so far; empty if the contexts need no gradient
     pub(super) products: &'a mut [F],
@@ -132,7 +133,7 @@ pub(crate) struct ThirdOperands<'a, F: Accumulator> {
 pub(crate) struct GradientTile<'b, F, E> {
     pub(super) ids: Range<usize>,
     pub(super) segment: usize,
-    /// `[panel][padded id][row]`
+    /// `[panel][padded id][row]`, each with all its numbers; the order in a panel is the format's
     pub(super) exponentials: &'b mut [E],
     /// `[column]`: the rows' factors
     pub(super) factors: Vec<F>,

@@ -32,7 +32,8 @@ pub(crate) struct Blocks {
     pub(super) pieces: usize,
     /// The approximate minimum number of tiles, likewise.
     pub(super) tiles: usize,
-    /// The number of elements of the decoder in a tile, which stays in the second-level cache with its logits.
+    /// The number of elements of the decoder in a tile. It stays in the second-level cache with its logits, or is
+    /// multiplied in blocks that do.
     pub(super) tile_elements: usize,
     /// The number of ids whose gradients the third product computes at a time.
     pub(super) group_ids: usize,

@@ -23,7 +23,8 @@ use crate::backend::plan::Kernels;
 
 /// The number of elements of the decoder in a tile, with all parts. The tile is there twice: in rows, and in columns.
 const TILE_ELEMENTS: usize = 384 << 10;
-/// The number of elements of the decoder in a tile on AMX, which is multiplied in blocks of columns.
+/// The number of elements of the decoder, each with all parts, in a tile on AMX, which is multiplied in blocks of
+/// columns.
 const BLOCKED_TILE_ELEMENTS: usize = 512 << 10;
 /// The number of elements of a block, with all parts: the block, in rows or in columns, stays in the second-level
 /// cache. The unit tests' operands are small, and are cut into several blocks too.

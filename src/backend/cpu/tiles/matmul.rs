@@ -45,7 +45,6 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: TileMatrix<'_>, right: Tile
             let width = columns.len().next_multiple_of(SIDE);
             let sums = sums.at_least(down * SIDE * width);
             unit.multiply_squares(SquareProduct {
-                parts: Parts::One,
                 left: packed,
                 right: &pairs[first * depth * PAIRS..],
                 depth,

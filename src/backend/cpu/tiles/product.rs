@@ -21,7 +21,7 @@ const MOST_STEPS: usize = 16;
 pub(crate) enum Parts {
     /// A number in bf16, to which wider ones are rounded.
     One,
-    /// The sum of three numbers in bf16, which represent one in f32 exactly.
+    /// The sum of three numbers in bf16, which represent a finite one in f32; see [`parts`](super::rounding::parts).
     Three,
 }
 
@@ -103,12 +103,11 @@ pub(crate) struct TileProduct<'a> {
     pub(crate) is_added: bool,
 }
 
-/// `to = left right` for operands whose squares lie side by side.
+/// `to = left right` for operands of one part whose squares lie side by side.
 pub(crate) struct SquareProduct<'a> {
-    pub(crate) parts: Parts,
-    /// `[square of rows][square of the depth][part][SIDE, SIDE]`
+    /// `[square of rows][square of the depth][SIDE, SIDE]`
     pub(crate) left: &'a [bf16],
-    /// `[square of columns][square of the depth][part][pair of rows][SIDE]`
+    /// `[square of columns][pair of rows][SIDE]`
     pub(crate) right: &'a [Pair],
     /// The number of squares in the direction of the sums.
     pub(crate) depth: usize,
@@ -126,7 +125,8 @@ impl TileProduct<'_> {
         self.rows == 0 || self.columns == 0
     }
 
-    /// Calls `multiply` with the product of each part and another.
+    /// Calls `multiply` with the product of each part and another. No plan has several parts for AVX512-BF16, whose
+    /// products take longer than those of vectors in f32.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn by_parts(self, mut multiply: impl FnMut(TileProduct<'_>)) {
         let TileProduct { parts, left, right, steps, to, to_row, rows, columns, is_added } = self;

@@ -1,6 +1,6 @@
 //! The units that multiply squares, and the choice among them.
 
-use super::product::{Operand, SquareProduct, TileProduct, SIDE};
+use super::product::{Operand, Parts, SquareProduct, TileProduct, SIDE};
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::processor::Processor;
 use crate::backend::cpu::vector::simd::Isa;
@@ -80,7 +80,8 @@ impl TileUnit {
     /// Computes the product. It sums over so many squares at a time that their right operand stays in the first-level
     /// cache.
     pub(crate) fn multiply_squares(self, product: SquareProduct<'_>) {
-        let SquareProduct { parts, left, right, depth, to, rows, width } = product;
+        let SquareProduct { left, right, depth, to, rows, width } = product;
+        let parts = Parts::One;
         let (square, pairs) = (parts.square(), parts.square_pairs());
         for steps in parts.steps(0..depth) {
             self.multiply(TileProduct {
@@ -124,7 +125,7 @@ impl TileUnit {
 mod tests {
     use half::bf16;
 
-    use super::super::product::{Parts, PAIRS, SQUARE};
+    use super::super::product::{PAIRS, SQUARE};
     use super::super::rounding::{self, Pair};
     use super::*;
     use crate::backend::needs::AMX;

@@ -111,7 +111,6 @@ impl FirstProduct<f32> for Tiles {
                 let down = rows.len().div_ceil(SIDE);
                 let sums = sums.at_least(down * SIDE * width);
                 self.unit.multiply_squares(SquareProduct {
-                    parts: Parts::One,
                     left: &contexts[top * depth * SIDE..],
                     right: pairs,
                     depth,

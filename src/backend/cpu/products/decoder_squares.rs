@@ -8,7 +8,7 @@ use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::decoder::{DecoderView, MatrixValues};
 use crate::backend::cpu::operands::dtype::with_values;
 use crate::backend::cpu::tiles::product::{Parts, SIDE};
-use crate::backend::cpu::tiles::rounding::write_parts;
+use crate::backend::cpu::tiles::split::write_parts;
 use crate::backend::cpu::tiles::squares::{store_line, Grid};
 use crate::backend::cpu::tiles::transpose::transpose;
 use crate::backend::cpu::vector::simd::Isa;

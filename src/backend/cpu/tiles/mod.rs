@@ -14,6 +14,7 @@ mod emulated;
 pub(super) mod matmul;
 pub(super) mod product;
 pub(super) mod rounding;
+pub(super) mod split;
 pub(super) mod squares;
 pub(super) mod transpose;
 pub(super) mod unit;

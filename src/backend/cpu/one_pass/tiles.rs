@@ -16,7 +16,7 @@ use crate::backend::cpu::products::panel::Panel;
 use crate::backend::cpu::tiles::product::{Operand, Parts, TileProduct, PAIRS, SIDE, SQUARE};
 use crate::backend::cpu::tiles::rounding::{self, Pair, RoundedRow};
 use crate::backend::cpu::tiles::split::write_parts;
-use crate::backend::cpu::tiles::squares::{store_line, Grid};
+use crate::backend::cpu::tiles::squares::{store_parts, Grid};
 use crate::backend::cpu::tiles::transpose;
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::parallel;
@@ -118,9 +118,7 @@ impl Format<f32> for Tiles {
         let mut parts = vec![bf16::ZERO; self.parts.count() * d];
         for (r, context) in contexts[panel.first * d..].chunks_exact(d).take(panel.rows).enumerate() {
             write_parts(self.isa, context, self.parts, &mut parts, d);
-            for (part, line) in parts.chunks_exact(d).enumerate() {
-                store_line(line, r, part, grid, &mut squares);
-            }
+            store_parts(&parts, r, grid, &mut squares);
         }
         transpose::pairs(self.isa, &squares, to);
     }

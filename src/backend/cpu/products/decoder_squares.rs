@@ -9,7 +9,7 @@ use crate::backend::cpu::operands::decoder::{DecoderView, MatrixValues};
 use crate::backend::cpu::operands::dtype::with_values;
 use crate::backend::cpu::tiles::product::{Parts, SIDE};
 use crate::backend::cpu::tiles::split::write_parts;
-use crate::backend::cpu::tiles::squares::{store_line, Grid};
+use crate::backend::cpu::tiles::squares::{store_parts, Grid};
 use crate::backend::cpu::tiles::transpose::transpose;
 use crate::backend::cpu::vector::simd::Isa;
 
@@ -61,11 +61,9 @@ impl DecoderSquares {
                     write_parts(isa, &self.row, parts, to, d);
                 }
             }
-            self.line.chunks_exact(d).enumerate().for_each(|(part, line)| store_line(line, row, part, grid, rows));
+            store_parts(&self.line, row, grid, rows);
         }
-        for (row, part) in (ids.len()..n).flat_map(|row| (0..parts.count()).map(move |part| (row, part))) {
-            store_line(&[], row, part, grid, rows);
-        }
+        (ids.len()..n).for_each(|row| store_parts(&[], row, grid, rows));
     }
 
     /// Copies the columns of some ids, from a weight that is stored as its transpose.
@@ -94,10 +92,7 @@ impl DecoderSquares {
                 },
                 None => line.fill(bf16::ZERO),
             }
-            self.line
-                .chunks_exact(n)
-                .enumerate()
-                .for_each(|(part, line)| store_line(line, column, part, grid, columns));
+            store_parts(&self.line, column, grid, columns);
         }
     }
 }

@@ -23,7 +23,7 @@ impl Grid {
 }
 
 /// Stores one part of a row of a matrix, padded with zeros.
-pub(crate) fn store_line(line: &[bf16], row: usize, part: usize, grid: Grid, to: &mut [bf16]) {
+fn store_line(line: &[bf16], row: usize, part: usize, grid: Grid, to: &mut [bf16]) {
     let square = grid.parts.square();
     let first = row / SIDE * grid.across * square + part * SQUARE + row % SIDE * SIDE;
     let (pieces, last) = line.as_chunks::<SIDE>();
@@ -34,6 +34,13 @@ pub(crate) fn store_line(line: &[bf16], row: usize, part: usize, grid: Grid, to:
             to[..last.len()].copy_from_slice(last);
         }
     }
+}
+
+/// Stores all parts of a row of a matrix, which lie one after the other, padded with zeros.
+pub(crate) fn store_parts(parts: &[bf16], row: usize, grid: Grid, to: &mut [bf16]) {
+    let count = grid.parts.count();
+    let length = parts.len() / count;
+    (0..count).for_each(|part| store_line(&parts[part * length..][..length], row, part, grid, to));
 }
 
 /// Stores the rows of a matrix of one part, padded with zeros.

@@ -283,6 +283,9 @@ fn main() -> Result<()> {
     let recipe = Recipe { epochs: args.epochs.unwrap_or(recipe.epochs), ..recipe };
 
     let (vocab, Recipe { hidden, components, adam, .. }) = (corpus.vocab, recipe);
+    if vocab <= components {
+        return Err("the text has too few words".into());
+    }
     // With this context size the mixtures have as many parameters as the softmax.
     let context = ((vocab - components) * hidden) as f64 / (vocab + components * (hidden + 1)) as f64;
     let mixture = MixtureConfig::new(hidden, vocab, components)

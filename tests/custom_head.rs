@@ -57,6 +57,19 @@ fn plain(case: &Case, dtype: DType, device: &Device) -> Result<(Plain, Tensor)> 
     Ok((head, tensors["hidden"].clone()))
 }
 
+#[test]
+fn masked_targets_are_i64_even_if_there_are_none() -> Result<()> {
+    for dtype in [DType::U8, DType::U32, DType::I64] {
+        for n in [0, 2] {
+            let (hidden, targets) =
+                (Tensor::zeros((n, 3), DType::F32, &Device::Cpu)?, Tensor::zeros(n, dtype, &Device::Cpu)?);
+            let (_, ids) = LossOptions::new().mask_ignored(&hidden, &targets)?;
+            assert_eq!((ids.dtype(), ids.dims()), (DType::I64, &[n][..]));
+        }
+    }
+    Ok(())
+}
+
 on_each_device! {
     fn its_losses_and_gradients_equal_the_reference(device: &Device) -> Result<()> {
         let dtype = exact(device);

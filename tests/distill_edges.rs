@@ -15,7 +15,7 @@ use mos_head::policy::{PolicyBatch, PolicyOptions};
 use mos_head::sets::{AllowedIds, Restricted};
 use mos_head::two_level::{AdaptiveConfig, AdaptiveSoftmax};
 use mos_head::{
-    Distributions, Error, Loss, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Result, SoftmaxHead,
+    Distributions, Error, Loss, Mixture, MixtureConfig, MixtureOfSoftmaxes, OutputLayer, Reduction, Result, SoftmaxHead,
 };
 
 /// Whatever computes it, and whatever is known of the teacher.
@@ -391,5 +391,23 @@ fn a_target_outside_the_vocabulary_leaves_the_device_intact() -> Result<()> {
             assert!(numbers(&loss.backward()?.remove(&weight).expect("a gradient")).iter().any(|x| x.is_nan()));
         }
     }
+    Ok(())
+}
+
+/// As a loss over targets does; its sum remains that of the weighted divergences.
+#[test]
+fn the_mean_is_zero_if_the_weights_sum_to_zero() -> Result<()> {
+    let student = SoftmaxHead::from_tensors(Tensor::new(&[[1f32], [-1.0], [0.5]], &Device::Cpu)?, None)?;
+    let hidden = Var::from_tensor(&Tensor::new(&[[1f32], [2.0]], &Device::Cpu)?)?;
+    let teacher = Teacher::from_log_probs(&Tensor::full(-(3f32.ln()), (2, 3), &Device::Cpu)?);
+    let options = DistillOptions::default().with_position_weights(Tensor::new(&[1f32, -1.0], &Device::Cpu)?);
+    let mean = student.distill(&hidden, &teacher, &options)?;
+    let sum = student.distill(&hidden, &teacher, &options.with_reduction(Reduction::Sum))?;
+    assert_eq!(mean.value.to_scalar::<f32>()?, 0.0);
+    let gradient = mean.backward()?.get(&hidden).expect("a gradient").flatten_all()?.to_vec1::<f32>()?;
+    assert_eq!(gradient, [0.0, 0.0]);
+    assert!(sum.value.to_scalar::<f32>()?.abs() > 0.1);
+    assert_eq!(mean.sum.to_scalar::<f32>()?, sum.value.to_scalar::<f32>()?);
+    assert_eq!(mean.count.to_scalar::<f32>()?, 0.0);
     Ok(())
 }

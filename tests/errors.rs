@@ -623,6 +623,31 @@ fn a_dimension_of_zero_leaves_no_elements_whatever_the_others() {
     let head = SoftmaxHead::from_tensors(zeros(&[7, 5]), None).expect("a head");
     let loss = head.loss(&hidden, &targets, &LossOptions::new()).expect("an empty batch");
     assert_eq!(numbers(&loss.value), [0.0]);
+    // Nothing is drawn from, so that no numbers are drawn either.
+    let mut sampler = Sampler::new(Sampling::new(), 1).expect("a sampler");
+    assert_shape(sampler.sample(&zeros(&[1 << 40, 0])), "log_probs", &["[.., vocab]"]);
+    assert_shape(sampler.sample(&zeros(&[1 << 40, 1 << 40, 0])), "log_probs", &["[.., vocab]"]);
+    assert_eq!(sampler.uniform(1), Sampler::new(Sampling::new(), 1).expect("a sampler").uniform(1));
+}
+
+#[test]
+fn log_probabilities_of_no_ids_are_errors() -> Result<()> {
+    let log_probs = Tensor::zeros((2, 0), DType::F32, &Device::Cpu)?;
+    for ids in [vec![2], vec![2, 0]] {
+        let ids = Tensor::zeros(ids, DType::U32, &Device::Cpu)?;
+        let options = ScoreOptions::new();
+        let all = [
+            options.clone(),
+            options.clone().with_is_argmax(true),
+            options.clone().with_temperature(2.0),
+            options.clone().with_entropy(true),
+            options.with_outside(true).with_collision(true),
+        ];
+        for options in all {
+            assert_config(Scores::from_log_probs(&log_probs, &ids, &options), "vocab_size", &["got 0"]);
+        }
+    }
+    Ok(())
 }
 
 /// Log-probabilities that are given are floats: every function of them says so.

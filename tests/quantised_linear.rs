@@ -63,3 +63,24 @@ fn a_layer_is_the_product_of_the_dequantised_rows() -> Result<()> {
     }
     Ok(())
 }
+
+/// Rows are cut by the number of threads: at these sizes a single row would be left.
+#[test]
+fn gradients_have_the_same_bits_on_every_number_of_threads() -> Result<()> {
+    for dtype in TYPES {
+        let layer = QuantisedLinear::new(quantised(dtype, 1000, D, 6)?, None)?;
+        for n in [1, 65, 129, 193] {
+            let var = Var::from_tensor(&uniform(&[n, D], 1.0, 7)?.to_dtype(DType::F32)?)?;
+            let gradient = |threads| -> Result<Vec<f64>> {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+                let gradients = pool.install(|| layer.forward(&var)?.sqr()?.sum_all()?.backward())?;
+                Ok(numbers(gradients.get(&var).expect("a gradient")).into_vec())
+            };
+            let one = gradient(1)?;
+            for threads in [2, 3, 16] {
+                assert!(gradient(threads)? == one, "{dtype:?}, {n} rows on {threads} threads");
+            }
+        }
+    }
+    Ok(())
+}

@@ -13,6 +13,7 @@ use common::problem::Problem;
 use common::values::{gradient, numbers, uniform};
 use common::{dtypes, exact, on_each_device};
 use mos_head::decode::{Sampler, Sampling};
+use mos_head::distill::{DistillOptions, Teacher};
 use mos_head::parts::LogitFunction::{Sigsoftmax, Softcap};
 use mos_head::policy::{PolicyBatch, PolicyOptions};
 use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions, Scores};
@@ -213,6 +214,44 @@ fn no_entropy_is_minus_zero() -> Result<()> {
                 assert_eq!(entropy.to_bits(), 0f64.to_bits(), "{dtype:?} T = {temperature}");
             }
         }
+    }
+    Ok(())
+}
+
+/// Long rows are added up in blocks: sums in f32 of so many ids, one after the other, lose the small beside the large.
+#[test]
+fn long_rows_keep_their_small_probabilities() -> Result<()> {
+    const VOCAB: usize = 128_256;
+    let (contexts, weight) = (Tensor::ones((1, 2, 1), DType::F32, &Device::Cpu)?, [0f32; VOCAB]);
+    let weight = Tensor::new(&weight[..], &Device::Cpu)?.unsqueeze(1)?;
+    let log_priors = (contexts.squeeze(2)? * 0.5)?.log()?;
+    let hidden = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+    let ids = Tensor::new(&[[1u32]], &Device::Cpu)?;
+    // The logit of the first id; those of all others are zero.
+    for (peak, temperature) in [(0f64, 1.0), (17.0, 1.0), (34.0, 2.0)] {
+        let mut bias = vec![0f32; VOCAB];
+        bias[0] = peak as f32;
+        let bias = Tensor::new(bias, &Device::Cpu)?;
+        let head = SoftmaxHead::from_tensors(weight.clone(), Some(bias.clone()))?;
+        let mixture = Mixture::new(&contexts, Some(&log_priors), &weight, Some(&bias))?;
+        let others = (VOCAB - 1) as f64;
+        let log_sum = ((peak / temperature).exp() + others).ln();
+        let (log_first, log_other) = (peak / temperature - log_sum, -log_sum);
+        let entropy = -log_first.exp() * log_first - others * log_other.exp() * log_other;
+        let options = ScoreOptions::new().with_entropy(true).with_temperature(temperature);
+        let composed = Scores::from_log_probs(&head.log_probs(&hidden)?, &ids, &options)?;
+        for scores in [head.score(&hidden, &ids, &options)?, mixture.score(&ids, &options)?, composed] {
+            let found = numbers(&scores.entropy.expect("asked for"))[0];
+            assert_relative_eq!(found, entropy, max_relative = 2e-5, epsilon = 0.0);
+            assert_abs_diff_eq!(numbers(&scores.log_prob)[0], log_other, epsilon = 5e-6);
+        }
+        let divergence = |student: &SoftmaxHead, log_teacher: &Tensor| -> Result<f64> {
+            let options = DistillOptions::default().with_temperature(temperature);
+            Ok(numbers(&student.distill(&hidden, &Teacher::from_log_probs(log_teacher), &options)?.value)[0])
+        };
+        let uniform = Tensor::full(-(VOCAB as f32).ln(), (1, VOCAB), &Device::Cpu)?;
+        let expected = -(VOCAB as f64).ln() - (log_first + others * log_other) / VOCAB as f64;
+        assert_abs_diff_eq!(divergence(&head, &uniform)?, expected, epsilon = 1e-4);
     }
     Ok(())
 }

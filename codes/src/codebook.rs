@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 
-use crate::checks::{check_at_most, check_sizes};
+use crate::checks::{check_at_most, check_product, check_sizes};
 use crate::error::{Error, Result};
 use crate::transfer::to_device;
 
@@ -225,8 +225,9 @@ impl Codebook {
     ///
     /// # Errors
     ///
-    /// If one of `firsts` begins no word.
+    /// If one of `firsts` begins no word, or the mask would have more than 2^40 numbers.
     pub fn mask(&self, firsts: &[Option<u32>], device: &Device) -> Result<Tensor> {
+        check_product("firsts * codes", firsts.len(), self.code_count)?;
         let mut mask = vec![f32::NEG_INFINITY; firsts.len() * self.code_count];
         for (index, (row, first)) in mask.chunks_mut(self.code_count).zip(firsts).enumerate() {
             let continuations = self.continuations(*first).map_err(|error| error.at_index(index))?;

@@ -4,7 +4,7 @@
 use candle_core::Tensor;
 
 use crate::assignment::{assign, Assignment};
-use crate::checks::check_float;
+use crate::checks::{check_float, check_sizes};
 use crate::error::{Error, Result};
 use crate::table::{CodeTable, TableConfig};
 use crate::transfer::matrix;
@@ -83,7 +83,8 @@ impl CodeCosts {
     ///
     /// # Errors
     ///
-    /// If shapes do not match, a word is not in the table, or a log-probability is NaN or infinite.
+    /// If shapes do not match, a word is not in the table, or a log-probability that is a cost is NaN or infinite, minus
+    /// infinity too ([`Error::Distribution`]).
     pub fn add(&mut self, log_probs: &Tensor, targets: &[(u32, TargetCode)]) -> Result<()> {
         let codes = self.config.code_count();
         if log_probs.dims() != [targets.len(), codes] {
@@ -97,6 +98,7 @@ impl CodeCosts {
         }
         let own = self.config.own;
         let mut added = Vec::new();
+        let mut infinite: Option<u32> = None;
         let parts =
             [(TargetCode::First, own..own + self.config.rows), (TargetCode::Second, own + self.config.rows..codes)];
         for (target_code, codes) in parts {
@@ -110,11 +112,14 @@ impl CodeCosts {
             let rows = Tensor::new(&*positions, log_probs.device())?;
             let rows = matrix(&log_probs.index_select(&rows, 0)?.narrow(1, codes.start, codes.len())?)?;
             for ((word, position), row) in words.into_iter().zip(positions).zip(rows) {
-                if row.iter().any(|log_prob| log_prob.is_nan() || *log_prob == f64::INFINITY) {
-                    return Err(Error::Distribution { position: position as usize });
+                if row.iter().any(|log_prob| !log_prob.is_finite()) {
+                    infinite = Some(infinite.map_or(position, |first| first.min(position)));
                 }
                 added.push((target_code, word, row));
             }
+        }
+        if let Some(position) = infinite {
+            return Err(Error::Distribution { position: position as usize });
         }
         // Nothing is added before every log-probability is known to be a number.
         for (target_code, word, log_probs) in added {
@@ -148,9 +153,13 @@ impl CodeCosts {
     ///
     /// # Errors
     ///
-    /// If the table has other sizes, or a cost is not finite.
+    /// If the table has other sizes, a sum of costs is not from -1e30 to 1e30, the number of candidates is zero, or the
+    /// product of words and cells is above 2^30 for [`Assignment::Exact`].
     pub fn reallocate(&self, table: &CodeTable, assignment: Assignment) -> Result<CodeTable> {
         self.check(table)?;
+        if let Assignment::Approximate { candidates } = assignment {
+            check_sizes(&[("candidates", candidates)])?;
+        }
         if self.row_costs.is_empty() {
             return Ok(table.clone());
         }

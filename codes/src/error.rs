@@ -52,10 +52,10 @@ pub enum Error {
         /// The actual value.
         got: String,
     },
-    /// A log-probability is NaN or plus infinity.
+    /// A log-probability is NaN or plus infinity, or minus infinity where it is a cost.
     #[error("the distribution at position {position} is NaN or infinite")]
     Distribution {
-        /// The first such position.
+        /// A position with such a log-probability.
         position: usize,
     },
     /// candle reported an error.

@@ -60,10 +60,10 @@ impl TableConfig {
     ///
     /// If the codes are too few for the words, or there are more than 2^24 words.
     pub fn hybrid(words: usize, code_count: usize) -> Result<Self> {
+        check_at_most("words", words, MOST_IDS)?;
         if code_count >= words {
             return Ok(TableConfig { words, own: words, rows: 0, columns: 0 });
         }
-        check_at_most("words", words, MOST_IDS)?;
         // A table of this side needs a code for each of its rows and columns, and for each word that has no cell.
         let codes_needed = |side: usize| 2 * side + words.saturating_sub(side * side);
         let sides = 1..=(words as f64).sqrt().ceil() as usize;

@@ -33,7 +33,7 @@ impl Codebook {
     ///
     /// # Errors
     ///
-    /// If shapes do not match, `k` is zero or above the number of words, a log-probability is NaN or infinite, or
+    /// If shapes do not match, `k` is zero or above the number of words, a log-probability is NaN or plus infinity, or
     /// `second` fails.
     pub fn top_words<E: From<Error>>(
         &self,

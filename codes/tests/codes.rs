@@ -291,8 +291,11 @@ fn mistakes_are_errors_that_name_them() -> Result<()> {
     let second_is_nan = Tensor::new(&[[-1f32; 14], [f32::NAN; 14]], &Device::Cpu)?;
     assert!(matches!(costs.add(&second_is_nan, &places), Err(Error::Distribution { position: 1 })));
     assert!(matches!(costs.add(&(&first + f64::INFINITY)?, &places), Err(Error::Distribution { position: 0 })));
+    assert!(matches!(costs.add(&(&first - f64::INFINITY)?, &places), Err(Error::Distribution { position: 0 })));
+    let second_first = [(2, TargetCode::Second), (1, TargetCode::First)];
+    assert!(matches!(costs.add(&(&first - f64::INFINITY)?, &second_first), Err(Error::Distribution { position: 0 })));
     assert_eq!(costs.total(&table)?, 0.0, "an error adds nothing");
-    costs.add(&(&first - f64::INFINITY)?, &places)?;
+    costs.add(&(&first - 1e31)?, &places)?;
     assert!(unit(costs.reallocate(&table, Assignment::Exact)).contains("costs"));
     Ok(())
 }

@@ -289,8 +289,8 @@ impl Decoder {
         self.adapter.as_ref()
     }
 
-    /// Returns the decoder whose weight is the constant `W + s B A`, without an adapter: to export it, or to serve it.
-    /// The sum is computed in f32 (f64 for f64). The sum with quantised rows is a tensor in f32, which takes about four
+    /// Returns the decoder whose weight is the constant `W + s B A`, without an adapter: to export it, or to serve it. A
+    /// decoder that has no adapter is returned as it is. The sum is computed in f32 (f64 for f64). The sum with quantised rows is a tensor in f32, which takes about four
     /// times the memory of Q8_0.
     ///
     /// # Errors
@@ -442,6 +442,17 @@ impl Decoder {
         match self.parameter() {
             Some(parameter) => check_alike("hidden", hidden, "the head's parameters", parameter),
             None => quantised::check_operand("hidden", hidden, &quantised::HIDDEN),
+        }
+    }
+
+    /// Checks that contexts have this shape, and the dtype and the device of the decoder.
+    pub(crate) fn check_contexts(&self, contexts: &Tensor, shape: &[usize]) -> Result<()> {
+        if contexts.dims() != shape {
+            return Err(Error::shape("contexts", format!("{shape:?}"), contexts.dims()));
+        }
+        match self.parameter() {
+            Some(parameter) => check_alike("contexts", contexts, "the head's parameters", parameter),
+            None => Ok(()),
         }
     }
 

@@ -28,20 +28,28 @@ pub(crate) fn check_host_log_probs<F: Real>(argument: &'static str, rows: &[Vec<
     Err(Error::Value { argument, expected: LOG_PROBS, position, index, got })
 }
 
-/// Answers a query of each distribution of log-probabilities `[.., vocab]`, which were rounded to the dtype `rounded`.
-pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
+/// Checks the dtype and the shape of log-probabilities `[.., vocab]`, and returns the number of distributions.
+pub(super) fn check_distributions(log_probs: &Tensor) -> Result<usize> {
     check_float("log_probs", log_probs)?;
     check_elements("log_probs", log_probs.dims())?;
-    let log_probs = log_probs.to_device(&Device::Cpu)?;
-    match (log_probs.dims(), log_probs.dtype()) {
-        ([] | [.., 0], _) => Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims())),
-        // A single position has no leading dimensions.
-        ([_], _) => self::visit(&log_probs.unsqueeze(0)?, rounded, visit),
-        ([leading @ .., _], dtype) => answers(visit, leading.iter().product(), |reader| match dtype {
-            DType::F64 => read_rows::<f64>(&log_probs, rounded, reader),
-            _ => read_rows::<f32>(&log_probs.to_dtype(DType::F32)?, rounded, reader),
-        }),
+    match log_probs.dims() {
+        [] | [.., 0] => Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims())),
+        [leading @ .., _] => Ok(leading.iter().product()),
     }
+}
+
+/// Answers a query of each distribution of log-probabilities `[.., vocab]`, which were rounded to the dtype `rounded`.
+pub(super) fn visit<V: Visit>(log_probs: &Tensor, rounded: DType, visit: &V) -> Result<Vec<V::Output>> {
+    let positions = check_distributions(log_probs)?;
+    let log_probs = log_probs.to_device(&Device::Cpu)?;
+    if log_probs.rank() == 1 {
+        // A single position has no leading dimensions.
+        return self::visit(&log_probs.unsqueeze(0)?, rounded, visit);
+    }
+    answers(visit, positions, |reader| match log_probs.dtype() {
+        DType::F64 => read_rows::<f64>(&log_probs, rounded, reader),
+        _ => read_rows::<f32>(&log_probs.to_dtype(DType::F32)?, rounded, reader),
+    })
 }
 
 /// Lets a query read the distributions of rows that are given in one of the number types.

@@ -1,7 +1,7 @@
 //! Chooses token ids from the distribution of each position: the last step of decoding.
 //!
-//! A distribution is read tile by tile ([`Distribution`](crate::backend::distribution::Distribution)), without a tensor
-//! of the vocabulary's size: [`top_k`] ranks its ids, and [`multinomial`] draws one of them. [`next_token`], which
+//! A distribution is read tile by tile ([`Distribution`](crate::backend::distribution::Distribution)), on the CPU without
+//! a tensor of the vocabulary's size: [`top_k`] ranks its ids, and [`multinomial`] draws one of them. [`next_token`], which
 //! answers requests with settings of their own, collects the tiles of one position at a time. [`verification`] draws
 //! those of several steps at once, after drafts. [`within`] chooses from allowed ids alone, and [`pruning`] removes
 //! components before anything is computed of them.

@@ -4,20 +4,20 @@ use candle_core::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::log_probs::check_host_log_probs;
+use super::log_probs::{check_distributions, check_host_log_probs};
 use super::multinomial::{find_by_mass, DrawQuery};
 use super::sampling::Sampling;
 use crate::backend::logit_function::LogitFunction;
 use crate::error::{Error, OptionName, Result};
 use crate::mixture::Mixture;
-use crate::tensors::checks::check_elements;
 use crate::tensors::transfer;
 
 /// Draws token ids as [`Sampling`] specifies, with a seeded generator of random numbers. The same seed draws the same
 /// ids on the same device with the same version of this crate.
 ///
 /// Each position takes its own numbers, in the order of the positions: on the CPU, a batch draws the same ids at once
-/// and in parts, one after the other ([`decode`](crate::decode)).
+/// and in parts, one after the other ([`decode`](crate::decode)). A call that fails may have taken numbers: to draw as
+/// if it had not been made, make it with a clone.
 ///
 /// # Examples
 ///
@@ -96,8 +96,7 @@ impl Sampler {
     pub(crate) fn sample_rounded(&mut self, log_probs: &Tensor, rounded: DType) -> Result<Tensor> {
         self.reject_components("log-probabilities")?;
         let leading = &log_probs.dims()[..log_probs.rank().saturating_sub(1)];
-        check_elements("log_probs", log_probs.dims())?;
-        let uniform = self.uniform(leading.iter().product());
+        let uniform = self.uniform(check_distributions(log_probs)?);
         let draw = DrawQuery { sampling: &self.sampling, uniform: &uniform };
         let ids = super::log_probs::visit(log_probs, rounded, &draw)?;
         transfer::to_device(ids, leading, log_probs.device())

@@ -187,13 +187,14 @@ impl DataParallel {
         self.all_reduce_bucket(gradients, &bucket)
     }
 
-    /// Adds up the gradients of some variables, which have one accumulation dtype, in one operation.
+    /// Adds up the gradients of some variables, which have one accumulation dtype, in one operation, on the device of
+    /// the first.
     fn all_reduce_bucket(&self, gradients: &mut GradStore, variables: &[&Var]) -> Result<()> {
         let Some(first) = variables.first() else { return Ok(()) };
         let dtype = accumulation(first)?;
         let flat = |var: &&Var| match gradients.remove(var) {
-            Some(gradient) => gradient.detach().flatten_all()?.to_dtype(dtype),
-            None => Tensor::zeros(var.elem_count(), dtype, var.device()),
+            Some(gradient) => gradient.detach().flatten_all()?.to_dtype(dtype)?.to_device(first.device()),
+            None => Tensor::zeros(var.elem_count(), dtype, first.device()),
         };
         let flat = variables.iter().map(flat).collect::<candle_core::Result<Vec<_>>>()?;
         let sums = match &flat[..] {
@@ -203,7 +204,7 @@ impl DataParallel {
         let mut start = 0;
         for var in variables {
             let sum = sums.narrow(0, start, var.elem_count())?.reshape(var.shape())?.to_dtype(var.dtype())?;
-            gradients.insert(var, sum);
+            gradients.insert(var, sum.to_device(var.device())?);
             start += var.elem_count();
         }
         Ok(())

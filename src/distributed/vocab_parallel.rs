@@ -18,7 +18,8 @@ use crate::tensors::dropout::DropoutMasks;
 /// the whole vocabulary, the same on every rank, as are the gradients of the hidden states and the projection; the
 /// decoder's gradient has the rank's own rows. `top_k`, `argmax`, `next_tokens` and beam search are over the whole
 /// vocabulary too, and so are `log_prob` of one id at each position and `policy_loss`. An entropy, a temperature and
-/// results that need the log-probabilities of all ids as a tensor are [`Error::Unsupported`].
+/// results that need the log-probabilities of all ids as a tensor are [`Error::Unsupported`]. On a GPU all decoding is
+/// [`Error::Device`].
 ///
 /// Every rank calls it with the same hidden states and targets, and has the same parameters of the projection: new
 /// variables have other random values on every rank, so that each rank must read them from a checkpoint or receive them

@@ -41,7 +41,7 @@ use crate::tensors::checks::accumulation_dtype;
 /// The errors are those of [`Distributions`], on every rank. [`Error::Ranks`] if another rank has an error of its own,
 /// makes another call, or has other targets, other options, another number of positions, components or columns, or
 /// other contexts (most differences of dropout masks are noticed). [`Error::Unsupported`] for a loss over a sample of
-/// the vocabulary, and on a GPU for label smoothing and correct predictions.
+/// the vocabulary, and on a GPU for label smoothing and correct predictions; [`Error::Device`] for decoding on a GPU.
 ///
 /// # Devices
 ///

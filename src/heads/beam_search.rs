@@ -99,7 +99,7 @@ pub struct Hypothesis {
     pub log_prob: f64,
     /// The log-probability in nats, divided by the length penalty.
     pub score: f64,
-    /// Whether the sequence reached an end token before the maximum length.
+    /// Whether the sequence reached an end token within the maximum length.
     pub finished: bool,
     /// The end token that it reached.
     pub end: Option<u32>,

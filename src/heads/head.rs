@@ -207,7 +207,7 @@ impl<P: Projection> Head<P> {
     }
 
     /// Returns the head whose decoder's weight is the constant `W + s B A`, without an adapter: to export it, or to
-    /// serve it. The sum with quantised rows is a tensor in f32, which takes about four times the memory of Q8_0.
+    /// serve it. A head that has no adapter is returned as it is. The sum with quantised rows is a tensor in f32, which takes about four times the memory of Q8_0.
     ///
     /// # Errors
     ///
@@ -248,6 +248,21 @@ impl<P: Projection> Head<P> {
     }
 }
 
+impl<P: Projection> Head<P> {
+    /// Computes contexts and log-priors, and checks the contexts, with which the log-priors are compared later.
+    fn project(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)> {
+        let (contexts, log_priors) = self.projection.forward(hidden, dropout)?;
+        self.check_contexts(&contexts, hidden, self.projection.components())?;
+        Ok((contexts, log_priors))
+    }
+
+    /// Checks the contexts of so many components of these hidden states.
+    fn check_contexts(&self, contexts: &Tensor, hidden: &Tensor, components: usize) -> Result<()> {
+        let shape = [leading(hidden)?, &[components, self.decoder.context_dim()]].concat();
+        self.decoder.check_contexts(contexts, &shape)
+    }
+}
+
 /// Defines the loss and the log-probabilities of a [`RequestLayer`].
 macro_rules! request_layer_methods {
     () => {
@@ -285,6 +300,7 @@ impl<P: Projection> OutputLayer for Head<P> {
         if sampler.sampling().ancestral {
             self.check_hidden(hidden)?;
             if let Some(contexts) = self.projection.draw(hidden, sampler)? {
+                self.check_contexts(&contexts, hidden, 1)?;
                 return self.decoder.mixture(&contexts, None)?.sample(sampler);
             }
         }
@@ -306,7 +322,7 @@ impl<P: Projection> RequestLayer for Head<P> {
         let has_parameters = self.projection.has_parameters() || self.decoder.adapter().is_some();
         let is_masked = has_parameters || request.needs_mask();
         let hidden = if is_masked { request.positions.mask(hidden)? } else { hidden.clone() };
-        let (contexts, log_priors) = self.projection.forward(&hidden, request.options.dropout)?;
+        let (contexts, log_priors) = self.project(&hidden, request.options.dropout)?;
         let source = Some(&hidden).filter(|_| self.projection.is_identity());
         self.decoder.request_loss(&contexts, log_priors.as_ref(), source, request)
     }
@@ -319,7 +335,7 @@ impl<P: Projection> MixtureLayer for Head<P> {
 
     fn mixture(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<Mixture> {
         self.check_hidden(hidden)?;
-        let (contexts, log_priors) = self.projection.forward(hidden, dropout)?;
+        let (contexts, log_priors) = self.project(hidden, dropout)?;
         let source = Some(hidden).filter(|_| self.projection.is_identity());
         self.decoder.mixture_from(&contexts, log_priors.as_ref(), source)
     }

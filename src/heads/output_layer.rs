@@ -427,7 +427,8 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// Computes what servers return for a prompt: the log-probability of each of its token ids after the hidden state
     /// before it, its rank, and the `n` most probable ids. A head that is one mixture reads its decoder once for each
     /// chunk of positions (on the CPU 64 rows of logits, or more within 32 MiB), and holds the logits of a chunk and
-    /// one distribution for each thread; a head of your own holds the log-probabilities of all positions.
+    /// one distribution for each thread, or on a GPU the chunk's; a head of your own holds the log-probabilities of all
+    /// positions.
     ///
     /// # Shapes
     ///

@@ -80,7 +80,7 @@ pub trait Projection: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// The errors are your own; the head checks the shapes of the results.
+    /// The errors are your own; the head checks shapes, dtype and device of the results.
     fn forward(&self, hidden: &Tensor, dropout: DropoutMasks) -> Result<(Tensor, Option<Tensor>)>;
 
     /// Returns whether the projection has parameters, as it does by default. If it has, a loss replaces the hidden

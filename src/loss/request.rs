@@ -120,7 +120,12 @@ impl<'a> Request<'a> {
     /// Returns the targets `[..]` as contiguous i64, with id 0 in place of ignored ones.
     pub(crate) fn target_ids(&self) -> Result<Tensor> {
         let targets = self.targets;
-        let ids = if targets.elem_count() == 0 { targets.clone() } else { targets.to_dtype(DType::I64)? };
+        let ids = if targets.elem_count() == 0 {
+            // No device converts an empty tensor.
+            Tensor::zeros(targets.dims(), DType::I64, targets.device())?
+        } else {
+            targets.to_dtype(DType::I64)?
+        };
         match self.positions.ignored()? {
             Some(ignored) => Ok(ignored.where_cond(&ids.zeros_like()?, &ids)?),
             None => Ok(ids.contiguous()?),

@@ -16,6 +16,7 @@ use crate::backend::operands::{NeedsGrad, Operands};
 use crate::backend::weight::Weight;
 use crate::error::Result;
 use crate::tensors::checks::accumulation_dtype;
+use crate::tensors::transfer::sum_all;
 
 /// The number of the decoder's rows that are converted and added up at a time.
 const ROWS: usize = 1024;
@@ -62,7 +63,7 @@ impl MeanTerms {
         } else {
             let products = contexts(&operands, dtype)?.matmul(&mean_row.t()?)?.reshape((positions, components))?;
             let logits = match &operands.bias {
-                Some(bias) => products.broadcast_add(&bias.mean_all()?)?,
+                Some(bias) => products.broadcast_add(&(sum_all(bias)? / bias.elem_count() as f64)?)?,
                 None => products,
             };
             // The mean of a component without a prior takes no part, even if it is infinite.

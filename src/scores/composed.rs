@@ -7,7 +7,7 @@ use crate::backend::ranking::argmax;
 use crate::error::Result;
 use crate::tensors::checks::read_ids;
 use crate::tensors::log_softmax::tempered;
-use crate::tensors::transfer::accurate_dtype;
+use crate::tensors::transfer::{accurate_dtype, sum_rows};
 
 /// Computes the scores `[positions, n + 3]` of the distributions `[positions, vocab]`: the log-probabilities of `n`
 /// ids, the entropy, and the logarithms of the mass outside the ids and of the collision probability. Reading the ids
@@ -46,7 +46,7 @@ fn entropies(log_probs: &Tensor) -> Result<Tensor> {
     let is_zero = (is_number.eq(1u8)? - &is_possible)?;
     let possible = is_zero.where_cond(&log_probs.zeros_like()?, log_probs)?;
     let terms = is_zero.where_cond(&log_probs.zeros_like()?, &(possible.exp()? * &possible)?)?;
-    Ok(terms.sum_keepdim(D::Minus1)?.affine(-1.0, 0.0)?)
+    Ok(sum_rows(&terms)?.unsqueeze(D::Minus1)?.affine(-1.0, 0.0)?)
 }
 
 /// Computes the logarithm of the mass outside the ids of each position, `[positions, 1]`. `ids` are those of all
@@ -66,7 +66,7 @@ fn log_sum_exp(rows: &Tensor) -> Result<Tensor> {
     // The exponentials are relative to the largest, because all of them may be too small for a number.
     let largest = rows.detach().max_keepdim(D::Minus1)?;
     let largest = largest.eq(f64::NEG_INFINITY)?.where_cond(&largest.zeros_like()?, &largest)?;
-    let sum = rows.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
+    let sum = sum_rows(&rows.broadcast_sub(&largest)?.exp()?)?.unsqueeze(D::Minus1)?;
     // A sum of zero has no gradient.
     let is_zero = sum.eq(0.0)?;
     let positive = is_zero.where_cond(&sum.ones_like()?, &sum)?;

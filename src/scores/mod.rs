@@ -14,7 +14,9 @@ use crate::backend::objective::{Scored, POSITION_SCORES};
 use crate::error::{Error, OptionName, Result};
 use crate::loss::{Loss, LossOptions, Reduction};
 use crate::tensors::autograd;
-use crate::tensors::checks::{check_elements, check_float, check_log_prob_tensor, check_number, check_targets};
+use crate::tensors::checks::{
+    check_elements, check_float, check_log_prob_tensor, check_number, check_targets, check_vocab,
+};
 pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
 pub(crate) use chunk_terms::{LogProbLoss, ScoreLoss};
 pub(crate) use composed::{are_argmax, compose_scores};
@@ -297,6 +299,7 @@ impl Scores {
         let &[ref leading @ .., vocab] = log_probs.dims() else {
             return Err(Error::shape("log_probs", "[.., vocab]", log_probs.dims()));
         };
+        check_vocab(vocab)?;
         let n = candidate_count("token_ids", token_ids, leading)?;
         let positions: usize = leading.iter().product();
         let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);

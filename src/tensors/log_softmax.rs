@@ -3,13 +3,13 @@
 use candle_core::{DType, Tensor, D};
 
 use crate::error::Result;
-use crate::tensors::transfer::accurate_dtype;
+use crate::tensors::transfer::{accurate_dtype, sum_rows};
 
 /// Computes the log-softmax of each row. The largest value is a constant, so that it has no gradient of its own, which
 /// candle-nn's log-softmax gives it, and which only rounding keeps from zero.
 pub(crate) fn log_softmax(rows: &Tensor) -> Result<Tensor> {
     let relative = rows.broadcast_sub(&rows.detach().max_keepdim(D::Minus1)?)?;
-    Ok(relative.broadcast_sub(&relative.exp()?.sum_keepdim(D::Minus1)?.log()?)?)
+    Ok(relative.broadcast_sub(&sum_rows(&relative.exp()?)?.unsqueeze(D::Minus1)?.log()?)?)
 }
 
 /// Computes the log-softmax of each row of `z + bias`, in f64 for operands in f64 and otherwise in f32, for `z` `[rows,

@@ -66,8 +66,8 @@ pub(crate) fn spread(numbers: &Tensor, places: &[u32], n: usize) -> Result<Tenso
     Ok(Tensor::cat(&[numbers, &zero], 0)?.index_select(&Tensor::new(sources, numbers.device())?, 0)?)
 }
 
-/// Sums all elements, in f64 on the CPU, where candle adds numbers in f32 one after the other; not every GPU has this
-/// dtype. Differentiable; the result has the dtype of the elements.
+/// Sums all elements, in f64 on the CPU, where candle adds numbers in f32 in a few long sums; not every GPU has this dtype.
+/// Differentiable; the result has the dtype of the elements.
 pub(crate) fn sum_all(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.to_dtype(sum_dtype(tensor))?.sum_all()?.to_dtype(tensor.dtype())?)
 }

@@ -416,6 +416,30 @@ fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     Ok(())
 }
 
+/// Two passes cut the second product's rows by the number of threads: into tiles of more than one row.
+#[test]
+fn results_of_two_passes_do_not_depend_on_the_number_of_threads() -> Result<()> {
+    for (dtype, context_dim) in [(DType::F32, 100), (DType::BF16, 100), (DType::F32, 1), (DType::BF16, 1)] {
+        for positions in 60..=140 {
+            let terms = LossTerms { label_smoothing: 0.1, ..LossTerms::default() };
+            let case = Case { dtype, terms, ..Case::new(positions, 1, context_dim, 1000) };
+            let (operands, objective) = case.operands()?;
+            let with_threads = |threads: usize| {
+                in_pool(threads, || {
+                    let planned = cpu::plan(&operands, objective.task(&operands, ALL)?, None)?;
+                    assert_eq!(planned.plan.computation, Computation::TwoPasses);
+                    flat(&cpu::loss(&planned, &objective)?)
+                })
+            };
+            let one = with_threads(1)?;
+            for threads in [2, 4, 16] {
+                assert!(with_threads(threads)? == one, "{dtype:?}, {positions} positions, {threads} threads");
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn results_of_tiles_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let isa = Isa::detected()?;

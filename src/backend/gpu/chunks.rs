@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::arguments::{function_and_cap, LogitsArgument, ObjectiveArgument, Read, RowsArgument, Write};
 use super::columns::{product_dtype, DeviceColumns};
@@ -233,11 +233,23 @@ impl<'a, G: Gpu> Chunks<'a, G> {
 
     /// Computes the log-probabilities of the chunk's positions, written to their rows of `[positions, vocab]`.
     pub(super) fn log_probs(&self, positions: Range<usize>, to: &Buffer) -> Result<()> {
-        let arguments = self.arguments(&positions);
-        self.compute_logits(&positions, arguments)?;
         let vocab = self.inputs.sizes.vocab;
-        let log_probs = Some(LogProbRows { buffer: to, first: positions.start * vocab, stride: vocab });
-        self.mix(&positions, arguments, MixtureResults { log_probs, ..MixtureResults::default() })
+        self.write_log_probs(&positions, LogProbRows { buffer: to, first: positions.start * vocab, stride: vocab })
+    }
+
+    /// Computes the log-probabilities of the chunk's positions in a buffer of [`Chunks::log_prob_rows`], and copies them
+    /// to the host.
+    pub(super) fn read_log_probs(&self, positions: &Range<usize>, rows: &Buffer) -> Result<Vec<Vec<f32>>> {
+        let vocab = self.inputs.sizes.vocab;
+        self.write_log_probs(positions, LogProbRows { buffer: rows, first: 0, stride: vocab })?;
+        Ok(rows.shaped((positions.len(), vocab))?.to_device(&Device::Cpu)?.to_vec2()?)
+    }
+
+    /// Computes the log-probabilities of the chunk's positions.
+    fn write_log_probs(&self, positions: &Range<usize>, to: LogProbRows<'_>) -> Result<()> {
+        let arguments = self.arguments(positions);
+        self.compute_logits(positions, arguments)?;
+        self.mix(positions, arguments, MixtureResults { log_probs: Some(to), ..MixtureResults::default() })
     }
 
     /// Computes the `k` most probable ids of the chunk's positions and their log-probabilities, written to their rows
@@ -250,10 +262,7 @@ impl<'a, G: Gpu> Chunks<'a, G> {
         ids: &Buffer,
         id_log_probs: &Buffer,
     ) -> Result<()> {
-        let arguments = self.arguments(&positions);
-        self.compute_logits(&positions, arguments)?;
-        let rows = Some(LogProbRows { buffer: log_probs, first: 0, stride: self.stride });
-        self.mix(&positions, arguments, MixtureResults { log_probs: rows, ..MixtureResults::default() })?;
+        self.write_log_probs(&positions, LogProbRows { buffer: log_probs, first: 0, stride: self.stride })?;
         let arguments = TopKArguments {
             log_probs: Read(log_probs.at(0)),
             stride: self.stride as i64,

@@ -4,11 +4,10 @@ use candle_core::{DType, Device, Tensor, D};
 
 use super::chunks::Chunks;
 use super::device::{Buffer, Gpu};
-use super::log_probs::log_probs;
 use super::plan::plan;
 use crate::backend::distribution::{answers, read_positions, Computed, Reader};
 use crate::backend::objective::Task;
-use crate::backend::operands::{NeedsGrad, Operands};
+use crate::backend::operands::Operands;
 use crate::backend::plan::Planned;
 use crate::backend::ranking::{tensors, TopKQuery};
 use crate::error::{Error, Result};
@@ -48,13 +47,26 @@ pub(super) fn ranked<G: Gpu>(gpu: &G, planned: &Planned, k: usize) -> Result<(Te
 
 /// Reads the log-probabilities of all ids on the host, where a query reads them.
 pub(in crate::backend) fn visit<G: Gpu>(gpu: &G, operands: &Operands, reader: &dyn Reader) -> Result<()> {
-    let planned = plan(gpu, operands, Task::LogProbs { needs_grad: NeedsGrad::default() }, None)?;
-    let log_probs = log_probs(gpu, &planned, DType::F32)?.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
-    let offsets = if reader.needs_logits() { logit_offsets(operands, &log_probs)? } else { Vec::new() };
-    read_positions(0..log_probs.len(), &|position| {
-        let row: Vec<f64> = log_probs[position].iter().map(|&x| x.into()).collect();
-        let offset = offsets.get(position).map(|&offset| offset.into());
-        reader.read(position, &Computed::new(&row).with_logit_offset(offset))
+    visit_chunks(gpu, &plan(gpu, operands, Task::Visit, None)?, reader)
+}
+
+/// Lets the reader read the distributions of a chunk's positions before the next chunk is computed.
+pub(super) fn visit_chunks<G: Gpu>(gpu: &G, planned: &Planned, reader: &dyn Reader) -> Result<()> {
+    let chunks = Chunks::new(gpu, planned)?;
+    let rows = chunks.log_prob_rows()?;
+    planned.plan.chunks().try_for_each(|positions| {
+        let log_probs = chunks.read_log_probs(&positions, &rows)?;
+        let offsets = if reader.needs_logits() {
+            logit_offsets(&planned.operands.narrow(&positions)?, &log_probs)?
+        } else {
+            Vec::new()
+        };
+        let first = positions.start;
+        read_positions(positions, &|position| {
+            let row: Vec<f64> = log_probs[position - first].iter().map(|&x| x.into()).collect();
+            let offset = offsets.get(position - first).map(|&offset| offset.into());
+            reader.read(position, &Computed::new(&row).with_logit_offset(offset))
+        })
     })
 }
 

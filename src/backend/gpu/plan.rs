@@ -51,7 +51,7 @@ pub(in crate::backend) fn plan<G: Gpu>(
         Task::Scores { scores, .. } => {
             (scores.need_all_ids, values_per_position(scores.candidates, components) * f32_size)
         }
-        Task::TopK { .. } => (true, 0),
+        Task::TopK { .. } | Task::Visit => (true, 0),
         _ => (task.has_soft_targets(), 0),
     };
     let log_probs = if needs_log_probs { stride * f32_size } else { 0 };

@@ -159,7 +159,7 @@ impl CharCnn {
             spelling.ok_or(Error::Target { argument: "ids", position, got: i64::from(id), vocab_size: vocab })
         };
         let spellings = ids.to_vec1::<u32>()?.iter().enumerate().map(spelling).collect::<Result<Vec<_>>>()?;
-        let correction = self.correction.as_ref().map(|(correction, _)| correction.index_select(ids, 0));
+        let correction = self.correction.as_ref().map(|(correction, _)| correction.contiguous()?.index_select(ids, 0));
         self.corrected_rows(Arc::new(spellings), correction.transpose()?)
     }
 

@@ -66,7 +66,7 @@ pub(super) fn rows(config: &CharCnnConfig, parameters: &Parameters, spellings: &
     let numbers = Tensor::from_vec(padded(spellings, longest), count * longest, device)?;
     let is_character = numbers.ne(0u32)?.to_dtype(dtype)?.unsqueeze(1)?;
     // Padding is zero, so that it adds nothing.
-    let embedded = embedding.index_select(&numbers, 0)?.broadcast_mul(&is_character)?;
+    let embedded = embedding.contiguous()?.index_select(&numbers, 0)?.broadcast_mul(&is_character)?;
     let embedded = embedded.reshape((count, longest, config.embedding))?;
 
     let mut maxima = Vec::new();

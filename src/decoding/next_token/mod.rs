@@ -57,8 +57,8 @@ pub struct NextToken {
     /// Its log-probability under the distribution that it was drawn from: after constraints, temperature and
     /// truncation.
     pub sampled_log_prob: f64,
-    /// The most probable token ids under the model and their log-probabilities, as many as asked for; among equals the
-    /// lowest id comes first.
+    /// The most probable token ids under the model and their log-probabilities, as many as asked for, or all that are
+    /// allowed if these are fewer; among equals the lowest id comes first.
     pub best: Vec<(u32, f64)>,
     /// The entropy of the model's distribution, if asked for.
     pub entropy: Option<f64>,

@@ -11,7 +11,7 @@ use super::list::{ListScores, ListTeacher};
 use super::options::{DistillOptions, Teacher, TeacherKind};
 use super::terms::DistillTerms;
 use crate::error::{Error, Result};
-use crate::loss::{CountedPositions, Loss, OutputShape};
+use crate::loss::{CountedPositions, Loss, OutputShape, PositionOptions, Reduction};
 use crate::scores::{LogProbLoss, ScoreLoss};
 use crate::tensors::checks::{accumulation_dtype, check_device, check_weights};
 use crate::tensors::transfer::number_like;
@@ -128,10 +128,14 @@ impl Distillation {
     }
 
     /// Finishes a loss whose value has been divided by the denominator: sets the sum, which is not, the count, and the
-    /// objective of each position in place of its negative log-likelihood.
+    /// objective of each position in place of its negative log-likelihood. A mean of weights whose sum is zero is zero.
     pub(crate) fn finish(&self, loss: Loss, objective: Tensor) -> Result<Loss> {
+        let PositionOptions { reduction, denominator, .. } = &self.options.positions;
+        let is_zero = *reduction == Reduction::Mean && denominator.is_none() && self.counted.count == 0.0;
         let sum = (loss.value.detach() * self.counted.denominator)?;
         let count = number_like(&sum, self.counted.count)?;
-        Ok(Loss { sum, count, nll: objective, ..loss })
+        // A product with a tensor, because candle's product with the number zero has no backward pass.
+        let value = if is_zero { (&loss.value * loss.value.zeros_like()?)? } else { loss.value };
+        Ok(Loss { value, sum, count, nll: objective, ..loss })
     }
 }

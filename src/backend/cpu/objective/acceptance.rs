@@ -2,7 +2,7 @@
 //! sweeps over each row of log-probabilities: one for the sums, one for the derivatives.
 
 use super::divergence_row::{if_below, map_student, weighted, DivergenceRow};
-use crate::backend::cpu::vector::math::{exp, not_negative};
+use crate::backend::cpu::vector::math::{exp, not_negative, RowSum};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 
 /// A function of the sums of a row.
@@ -52,22 +52,22 @@ impl<F: Float> Kernel<F> for AcceptanceSweeps<'_, F> {
         let DivergenceRow { student, teacher, power, scale } = row;
         // The probability of those ids that the teacher finds more probable than the student, which alone have
         // derivatives, and that of the teacher's ids.
-        let [mut acceptance, mut variation, mut kl, mut below, mut mass] = [zero; 5];
+        let [mut acceptance, mut variation, mut kl, mut below, mut mass] = [RowSum::new(v); 5];
         map_student(v, student, teacher, |log_q, log_t| {
             let (tempered_q, tempered_t) = tempered(log_q, log_t);
             let (q, t) = (exp(v, tempered_q), exp(v, tempered_t));
-            acceptance = v.add(acceptance, v.if_less(t, q, t, q));
-            variation = v.add(variation, v.if_less(t, q, zero, v.sub(t, q)));
-            kl = v.add(kl, weighted(v, t, v.sub(tempered_t, tempered_q)));
-            below = v.add(below, if_below(v, q, t));
-            mass = v.add(mass, t);
+            acceptance.add(v, v.if_less(t, q, t, q));
+            variation.add(v, v.if_less(t, q, zero, v.sub(t, q)));
+            kl.add(v, weighted(v, t, v.sub(tempered_t, tempered_q)));
+            below.add(v, if_below(v, q, t));
+            mass.add(v, t);
             log_q
         });
         let Combined { value, by_variation, by_kl } =
-            divergence.combine(v.sum(acceptance), v.sum(variation), v.sum(kl));
+            divergence.combine(acceptance.value(v), variation.value(v), kl.value(v));
         // The derivative of the student's normalisation at the temperature.
         let normalisation =
-            if power == F::one() { F::zero() } else { by_variation * v.sum(below) + by_kl * v.sum(mass) };
+            if power == F::one() { F::zero() } else { by_variation * below.value(v) + by_kl * mass.value(v) };
         let [scale, by_variation, by_kl, normalisation] =
             [scale * power, by_variation, by_kl, normalisation].map(|x| v.splat(x));
         map_student(v, student, teacher, |log_q, log_t| {

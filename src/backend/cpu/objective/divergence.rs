@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use super::acceptance::{Acceptance, AcceptanceSweeps};
 use super::divergence_row::{if_below, map_student, weighted, DivergenceRow};
 use crate::backend::cpu::operands::dtype::{with_slice, Accumulator};
-use crate::backend::cpu::vector::math::{exp, ln, not_negative};
+use crate::backend::cpu::vector::math::{exp, ln, not_negative, RowSum};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::divergence::{Divergence, DivergenceTerms};
 use crate::backend::parallel;
@@ -129,31 +129,31 @@ impl<F: Float, T: Term<F>> Kernel<F> for Sweep<'_, F, T> {
     #[inline(always)]
     fn run<V: Vector<F>>(self, v: V) -> F {
         let Sweep(row, term) = self;
-        let zero = v.splat(F::zero());
         let tempered = row.tempered(v);
         let DivergenceRow { student, teacher, power, scale } = row;
-        let (mut value, mut slope) = (zero, zero);
+        let (mut value, mut slope) = (RowSum::new(v), RowSum::new(v));
         if power == F::one() {
             let scale = v.splat(scale);
             map_student(v, student, teacher, |log_q, log_t| {
                 let (id_value, id_slope) = term.value_and_slope(v, log_q, log_t);
-                value = v.add(value, id_value);
+                value.add(v, id_value);
                 weighted(v, scale, id_slope)
             });
-            return not_negative(v.sum(value));
+            return not_negative(value.value(v));
         }
         map_student(v, student, teacher, |log_q, log_t| {
             let (tempered_q, tempered_t) = tempered(log_q, log_t);
             let (id_value, id_slope) = term.value_and_slope(v, tempered_q, tempered_t);
-            (value, slope) = (v.add(value, id_value), v.add(slope, id_slope));
+            value.add(v, id_value);
+            slope.add(v, id_slope);
             log_q
         });
-        let (slope, scale) = (v.splat(v.sum(slope)), v.splat(scale * power));
+        let (slope, scale) = (v.splat(slope.value(v)), v.splat(scale * power));
         map_student(v, student, teacher, |log_q, log_t| {
             let (tempered_q, tempered_t) = tempered(log_q, log_t);
             let id_slope = term.value_and_slope(v, tempered_q, tempered_t).1;
             weighted(v, scale, v.sub(id_slope, weighted(v, exp(v, tempered_q), slope)))
         });
-        not_negative(v.sum(value))
+        not_negative(value.value(v))
     }
 }

@@ -1,6 +1,6 @@
 //! A row of log-probabilities of student and teacher, and how kernels read it.
 
-use crate::backend::cpu::vector::math::exp;
+use crate::backend::cpu::vector::math::{exp, RowSum};
 use crate::backend::cpu::vector::simd::{Float, Vector, ROW_ALIGN};
 
 /// A row of log-probabilities of student and teacher.
@@ -85,11 +85,11 @@ fn log_norm<F: Float, V: Vector<F>>(v: V, log_probs: &[F], power: F) -> F {
     }
     let largest = v.largest(largest) * power;
     let (reference, power) = (v.splat(largest), v.splat(power));
-    let mut sum = v.splat(F::zero());
+    let mut sum = RowSum::new(v);
     for registers in all {
         for &x in registers {
-            sum = v.add(sum, exp(v, v.sub(v.mul(x, power), reference)));
+            sum.add(v, exp(v, v.sub(v.mul(x, power), reference)));
         }
     }
-    largest + v.sum(sum).ln()
+    largest + sum.value(v).ln()
 }

@@ -27,6 +27,7 @@ mod format;
 mod gradients;
 mod layout;
 mod rows;
+mod tile_operands;
 mod tiles;
 mod top_logits;
 mod vectors;

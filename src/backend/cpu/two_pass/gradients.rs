@@ -1,8 +1,8 @@
 //! The second and the third matrix product of a chunk, cut into tiles that stay in the cache of one core and are
 //! computed in parallel.
 //!
-//! Each tile is computed on one thread, by the `gemm` crate, so that the results do not depend on the
-//! number of threads.
+//! Each tile is computed on one thread, by the `gemm` crate, whose sums have the same order in tiles of any size but one
+//! row or one column. So the results do not depend on the number of threads.
 
 use crate::backend::cpu::objective::results::ColumnGradient;
 use crate::backend::cpu::operands::decoder::{DecoderMatrix, DecoderView};
@@ -81,7 +81,7 @@ fn part_gradient<F: Accumulator>(
     let context_parts = d.div_ceil(context_tile);
     let least_parts = rayon::current_num_threads().div_ceil(context_parts);
     let row_parts = if decoder.is_read_in_place() { rows.div_ceil(ROW_TILE).max(least_parts) } else { least_parts };
-    let row_tile = rows.div_ceil(row_parts).max(LEAST_PART);
+    let row_tile = if d == 1 { ROW_TILE } else { row_tile(rows, row_parts) };
     let tiles = gradient.tiles(row_tile, context_tile);
     let vocab_tile = if decoder.has_whole_rows() { whole_rows::<F>(d) } else { VOCAB_TILE };
     parallel::for_each_with(tiles, Vec::new, |buffer, (tile_rows, columns, mut tile)| {
@@ -118,6 +118,13 @@ pub(super) fn decoder_gradient<F: Float>(
         multiply(&mut tile, *is_started, logits.transposed(), contexts);
     });
     *is_started = true;
+}
+
+/// Returns the number of rows per tile, so that there are about `parts` tiles. No tile has a single row of several:
+/// the `gemm` crate adds up the products of a row, as of a column, in another order than those of more.
+fn row_tile(rows: usize, parts: usize) -> usize {
+    let least = rows.div_ceil(parts).max(LEAST_PART);
+    (least..rows).find(|tile| rows % tile != 1).unwrap_or(rows.max(1))
 }
 
 /// Returns the number of ids whose whole rows are copied at a time: they stay in the second-level cache.

@@ -4,7 +4,7 @@
 
 use crate::backend::cpu::objective::components::Components;
 use crate::backend::cpu::vector::logit_map::LogitMap;
-use crate::backend::cpu::vector::math::{exp, finite_or_zero, ln, not_negative, LogSumExp};
+use crate::backend::cpu::vector::math::{exp, finite_or_zero, ln, not_negative, LogSumExp, RowSum};
 use crate::backend::cpu::vector::simd::{Float, Vector};
 
 /// The logits of one position.
@@ -137,12 +137,12 @@ impl<F: Float> Tempered<F> {
     /// Computes `-sum_v Q(v) log Q(v)`, from 0 to `ln vocab` whatever the rounding.
     #[inline(always)]
     pub(super) fn entropy<V: Vector<F>>(self, v: V, log_probs: &[F], vocab: usize) -> F {
-        let mut sum = v.splat(F::zero());
+        let mut sum = RowSum::new(v);
         for &log_p in V::registers(log_probs) {
             let (log_q, q) = self.temper(v, log_p);
-            sum = v.add(sum, product(v, q, log_q));
+            sum.add(v, product(v, q, log_q));
         }
-        within_bounds(-v.sum(sum), vocab)
+        within_bounds(-sum.value(v), vocab)
     }
 
     /// Computes the collision probability `sum_v Q(v)^2`.
@@ -216,11 +216,11 @@ impl<F: Float> PowerSum<F> {
         }
         let largest = finite_or_zero(v.largest(largest));
         let (reference, power_register) = (v.splat(largest * power), v.splat(power));
-        let mut sum = v.splat(F::zero());
+        let mut sum = RowSum::new(v);
         for &log_p in V::registers(log_probs) {
-            sum = v.add(sum, exp(v, v.sub(v.mul(log_p, power_register), reference)));
+            sum.add(v, exp(v, v.sub(v.mul(log_p, power_register), reference)));
         }
-        PowerSum { largest, log_sum: v.sum(sum).ln() }
+        PowerSum { largest, log_sum: sum.value(v).ln() }
     }
 
     /// Computes `p(v)^power` over the sum, from the logarithms of both, which may be below the smallest number
@@ -260,13 +260,13 @@ impl<F: Float> PositionLogits<'_, F> {
     pub(super) fn entropy<V: Vector<F>>(&self, v: V, scratch: &Scratch<F>) -> F {
         let (rows, components) = (V::registers(self.rows), scratch.components.scales());
         let width = rows.len() / components.len();
-        let mut sum = v.splat(F::zero());
+        let mut sum = RowSum::new(v);
         for i in 0..width {
             let largest = largest_term(v, &rows[i..], width, components.clone());
             let log_p = mix_register(v, &rows[i..], width, components.clone(), largest).0;
-            sum = v.add(sum, product(v, exp(v, log_p), log_p));
+            sum.add(v, product(v, exp(v, log_p), log_p));
         }
-        within_bounds(-v.sum(sum), self.vocab)
+        within_bounds(-sum.value(v), self.vocab)
     }
 
     /// Computes `log p(v)` of every id and, if there are soft masses, its `reference` and `share`.

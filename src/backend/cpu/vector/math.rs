@@ -4,6 +4,44 @@
 use super::simd::{Float, Vector};
 use crate::backend::distribution::Defect;
 
+/// The sum of the registers of a row, in blocks whose sums are added up in f64: one after the other in f32, many small
+/// numbers would be lost beside a large one.
+#[derive(Clone, Copy)]
+pub(crate) struct RowSum<R> {
+    /// The sum of the blocks before the last.
+    total: f64,
+    /// The sum of the last block.
+    block: R,
+    /// The number of registers in the last block.
+    len: usize,
+}
+
+impl<R: Copy> RowSum<R> {
+    /// Begins at zero.
+    #[inline(always)]
+    pub(crate) fn new<F: Float, V: Vector<F, Reg = R>>(v: V) -> Self {
+        RowSum { total: 0.0, block: v.splat(F::zero()), len: 0 }
+    }
+
+    /// Adds a register.
+    #[inline(always)]
+    pub(crate) fn add<F: Float, V: Vector<F, Reg = R>>(&mut self, v: V, x: R) {
+        /// The number of registers of a block.
+        const BLOCK: usize = 16;
+        self.block = v.add(self.block, x);
+        self.len += 1;
+        if self.len == BLOCK {
+            *self = RowSum { total: self.total + v.sum(self.block).f64(), ..RowSum::new(v) };
+        }
+    }
+
+    /// Returns the sum of all lanes.
+    #[inline(always)]
+    pub(crate) fn value<F: Float, V: Vector<F, Reg = R>>(self, v: V) -> F {
+        F::from_f64(self.total + v.sum(self.block).f64())
+    }
+}
+
 /// Computes `e^x` for `x` up to the logarithm of the largest finite number; zero where the result would be subnormal;
 /// NaN for NaN.
 #[inline(always)]
@@ -124,12 +162,12 @@ impl<F: Float> LogSumExp<F> {
         LogSumExp { largest, log_sum: sum.ln() }
     }
 
-    /// Combines the log-sum-exps of disjoint sets of ids into that of their union.
+    /// Combines the log-sum-exps of disjoint sets of ids, which may be many, into that of their union.
     pub(crate) fn joined(sets: impl Iterator<Item = Self> + Clone) -> Self {
         let possible = sets.clone().filter(|set| set.log_sum != F::neg_infinity());
         let largest = finite_or_zero(possible.map(|set| set.largest).fold(F::neg_infinity(), num_traits::Float::max));
-        let sum: F = sets.map(|set| (set.largest - largest + set.log_sum).exp()).sum();
-        LogSumExp { largest, log_sum: sum.ln() }
+        let sum: f64 = sets.map(|set| (set.largest - largest + set.log_sum).exp().f64()).sum();
+        LogSumExp { largest, log_sum: F::from_f64(sum.ln()) }
     }
 }
 

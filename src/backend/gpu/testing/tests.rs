@@ -7,9 +7,9 @@ use super::case::{
 };
 use super::*;
 
-use crate::backend::distribution::answers;
+use crate::backend::distribution::{answers, Reader};
 use crate::backend::gpu;
-use crate::backend::gpu::decoding::ranked;
+use crate::backend::gpu::decoding::{ranked, visit_chunks};
 use crate::backend::logit_function::LogitFunction::{Identity, Sigsoftmax, Softcap};
 use crate::backend::objective::{GradScale, LossTerms, Objective, TargetLoss, Task};
 use crate::backend::operands::{NeedsGrad, Operands};
@@ -398,8 +398,17 @@ fn the_host_ranks_many_ids_as_the_device_ranks_a_few() {
             assert_eq!(first(&log_probs).to_vec2::<f32>().unwrap(), few.to_vec2::<f32>().unwrap());
             let positions = operands.sizes.positions;
             let same = answers(&TopKQuery { k: 7 }, positions, |reader| gpu::visit(&gpu, &operands, reader)).unwrap();
-            let same: Vec<u32> = same.into_iter().flatten().map(|(_, id)| id).collect();
-            assert_eq!(same, few_ids.flatten_all().unwrap().to_vec1::<u32>().unwrap());
+            let ids = |found: Vec<Vec<(f64, u32)>>| found.into_iter().flatten().map(|(_, id)| id).collect::<Vec<_>>();
+            let few_ids = few_ids.flatten_all().unwrap().to_vec1::<u32>().unwrap();
+            assert_eq!(ids(same), few_ids);
+            // The same in chunks of two positions.
+            let plan = |operands, budget| gpu::plan(&gpu, operands, Task::Visit, budget).unwrap();
+            let first_two = operands.narrow(&(0..2)).unwrap();
+            let two = plan(&first_two, None).plan.workspace_bytes;
+            let planned = plan(&operands, Some(two));
+            assert_eq!(planned.plan.chunks().count(), 3);
+            let visit = |reader: &dyn Reader| visit_chunks(&gpu, &planned, reader);
+            assert_eq!(ids(answers(&TopKQuery { k: 7 }, positions, visit).unwrap()), few_ids);
         }
     }
 }
@@ -413,7 +422,9 @@ fn the_plan_of_a_ranking_has_room_for_the_log_probabilities_of_a_chunk() {
         };
         let all = Task::LogProbs { needs_grad: NeedsGrad::default() };
         let log_probs = gpu.kind().allocation_factor * 5 * 1000 * DType::F32.size_in_bytes();
-        assert_eq!(bytes(Task::TopK { k: 3 }), bytes(all) + log_probs);
+        for task in [Task::TopK { k: 3 }, Task::Visit] {
+            assert_eq!(bytes(task), bytes(all) + log_probs);
+        }
     }
 }
 

@@ -25,6 +25,13 @@ macro_rules! awd {
             pub fn over(self, defaults: Awd) -> Awd {
                 Awd { $($name: self.$name.or(defaults.$name),)* }
             }
+
+            /// Returns the flags of the settings that are given.
+            pub(crate) fn flags(&self) -> Vec<String> {
+                let flag = |name: &str, value: String| format!("--{} {value}", name.replace('_', "-"));
+                let flags = [$(self.$name.map(|value| flag(stringify!($name), value.to_string()))),*];
+                flags.into_iter().flatten().collect()
+            }
         }
     };
 }
@@ -60,7 +67,7 @@ awd! {
     /// Temporal activation regularisation: factor of the mean square of their differences
     #[arg(long, value_name = "BETA", value_parser = not_negative)]
     tar: f64,
-    /// Factor of the parameters that is added to their gradients; with Adam decoupled, as in AdamW
+    /// Factor of the parameters that is added to their gradients; with Adam and Adagrad decoupled, as in AdamW
     #[arg(long, value_parser = not_negative)]
     weight_decay: f64,
     /// Draw the length of every window around --bptt, at most N above it

@@ -1,7 +1,8 @@
 //! Text sampled from a language model, token by token.
 
 use super::{language_model::LanguageModel, model::Model};
-use crate::{show::values::positive, Result};
+use crate::show::values::{not_negative, positive, share};
+use crate::Result;
 use candle_core::Tensor;
 use mos_codes::Codebook;
 use mos_head::decode::{Sampler, Sampling};
@@ -10,13 +11,13 @@ use mos_head::decode::{Sampler, Sampling};
 #[derive(Debug, clap::Args)]
 pub struct SamplingFlags {
     /// Temperature of sampled text: below 1 favours likely tokens, 0 always takes the likeliest
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = not_negative)]
     pub temperature: f64,
     /// Sample from the K likeliest tokens
     #[arg(long, value_name = "K", value_parser = positive)]
     pub top_k: Option<usize>,
     /// Sample from the fewest tokens that together have probability P
-    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = share)]
     pub top_p: f64,
 }
 

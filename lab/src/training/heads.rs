@@ -267,21 +267,25 @@ mod tests {
         let flags = flags(&format!("--head softmax --minutes 10 --save {}", folder.join("model").display()));
         let text: Vec<u32> = (0..500).map(|i| i * i % 7).collect();
         let data = Data::new("squares".into(), ["a"], text.clone(), text);
-        let run = |seed, lr| {
-            let recipe = Recipe { hidden: 4, epochs: 1, seed, lr, optimizer: OptimizerKind::Sgd, ..Recipe::BASE };
+        let run = |seed, lr, clip| {
+            let optimizer = OptimizerKind::Sgd;
+            let recipe = Recipe { hidden: 4, epochs: 1, seed, lr, clip, optimizer, ..Recipe::BASE };
             let build = |kind, _: Option<&_>| {
                 let model = LanguageModel::new(kind, 7, InitialValues::Even, &recipe, &Device::Cpu)?;
                 Session::new(kind, model, data.clone(), &recipe)
             };
             train(&flags, &Device::Cpu, build, |session| session.valid_nll())
         };
-        let first = run(1, 0.5).expect("a training").expect("no leg")[0].valid_nll;
+        let first = run(1, 0.5, 1.0).expect("a training").expect("no leg")[0].valid_nll;
         // The same flags have the same answer.
-        assert_eq!(run(1, 0.5).expect("a training").expect("no leg")[0].valid_nll, first);
-        for (seed, lr) in [(2, 0.5), (1, 0.25)] {
-            let error = run(seed, lr).err().expect("another training").to_string();
-            let (stored, here) = ("--seed 1 --lr 0.5 --decay", format!("--seed {seed} --lr {lr} --decay"));
-            assert!(error.contains(stored) && error.contains(&here) && error.ends_with("remove it"), "{error}");
+        assert_eq!(run(1, 0.5, 1.0).expect("a training").expect("no leg")[0].valid_nll, first);
+        for (seed, lr, clip, stored, here) in [
+            (2, 0.5, 1.0, "--seed 1", "--seed 2"),
+            (1, 0.25, 1.0, "--lr 0.5", "--lr 0.25"),
+            (1, 0.5, 0.25, "--clip 1.0", "--clip 0.25"),
+        ] {
+            let error = run(seed, lr, clip).err().expect("another training").to_string();
+            assert!(error.ends_with(&format!("with {stored}, but this run has {here}: remove it")), "{error}");
         }
         std::fs::remove_dir_all(folder).expect("a folder");
     }

@@ -223,6 +223,14 @@ impl Recipe {
         }
     }
 
+    /// Returns the flags of the training, but those that only say how long it takes, or how its work is divided.
+    pub(crate) fn training_flags(&self) -> Vec<String> {
+        let Recipe { seed, bptt, awd, .. } = *self;
+        let flags = [vec![format!("--seed {seed}"), format!("--bptt {bptt}")], self.flags(), awd.flags()].concat();
+        let others = ["--epochs ", "--patience ", "--small-batch "];
+        flags.into_iter().filter(|flag| !others.iter().any(|other| flag.starts_with(other))).collect()
+    }
+
     /// Returns the flags that the rest of a paused epoch must have.
     pub(crate) fn course(&self) -> String {
         let Recipe { batch, bptt, seed, finetune, average, awd: Awd { random_bptt, small_batch, .. }, .. } = *self;

@@ -57,7 +57,7 @@ impl<M: Model> Session<M> {
         let weight_decay = recipe.awd.weight_decay.unwrap_or(0.0);
         let clipped = if recipe.clip_lstm { "lstm." } else { "" };
         if !sorted(model.varmap()).iter().any(|(name, _)| name.starts_with(clipped)) {
-            return Err("--clip-lstm is for a model with an LSTM".into());
+            return Err("--clip-lstm is for a model whose LSTM has variables `lstm.*`, as language models have".into());
         }
         let mut optimizer = Optimizer::new(recipe.optimizer, weight_decay, model.varmap())?.with_clipped(clipped);
         if recipe.average > 0 && (recipe.finetune || recipe.awd.nonmono.is_some()) {
@@ -98,6 +98,10 @@ impl<M: Model> Session<M> {
     pub fn run(&mut self, save: Option<&Path>, results: Option<&Path>, leg: Option<&Leg>) -> Result<bool> {
         if self.recipe.finetune && self.start_nll.is_none() {
             self.start_nll = Some(self.valid_nll()?);
+            if let Some(path) = save {
+                // The model that finetuning starts from is the best so far.
+                self.save(path)?;
+            }
         }
         let earlier = self.history.iter().map(|[_, valid]| *valid).chain(self.start_nll);
         let mut best = earlier.fold(f64::INFINITY, f64::min);
@@ -277,6 +281,7 @@ impl<M: Model> Session<M> {
             ("seed", self.recipe.seed.to_string()),
             ("lr", self.recipe.lr.to_string()),
             ("decay", self.recipe.decay.to_string()),
+            ("training", self.recipe.training_flags().join("\n")),
             ("history", serde_json::to_string(&self.history)?),
             ("targets", self.targets.to_string()),
             ("seconds", self.seconds.to_string()),
@@ -305,17 +310,20 @@ impl<M: Model> Session<M> {
         self.ranks.wait()
     }
 
-    /// Checks that a leg goes on with the seed and the learning rates of the legs before it. Otherwise a finished
-    /// training would answer for another one.
+    /// Checks that a leg goes on with the flags of training of the legs before it. Otherwise a finished training would
+    /// answer for another one.
     pub(crate) fn require_course(&self, checkpoint: &Checkpoint, path: &Path) -> Result<()> {
-        let flags = |[seed, lr, decay]: [String; 3]| format!("--seed {seed} --lr {lr} --decay {decay}");
-        let stored = flags([checkpoint.get("seed")?, checkpoint.get("lr")?, checkpoint.get("decay")?]);
-        let Recipe { seed, lr, decay, .. } = self.recipe;
-        let here = flags([seed.to_string(), lr.to_string(), decay.to_string()]);
+        let (stored, here) = (checkpoint.get::<String>("training")?, self.recipe.training_flags());
+        let (stored, here): (Vec<&str>, Vec<&str>) =
+            (stored.lines().collect(), here.iter().map(|flag| &**flag).collect());
+        let only = |flags: &[&str], others: &[&str]| {
+            let found: Vec<_> = flags.iter().filter(|flag| !others.contains(flag)).copied().collect();
+            found.join(" ")
+        };
         if stored == here {
             return Ok(());
         }
-        let path = path.display();
+        let (path, stored, here) = (path.display(), only(&stored, &here), only(&here, &stored));
         Err(format!("{path} has the state of a training with {stored}, but this run has {here}: remove it").into())
     }
 

@@ -25,7 +25,7 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with_all = ["compare", "log_probs", "plot"])]
     pub(crate) gradient: bool,
     /// Folder of the checkpoints' corpus [default: the one that they were trained on]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["weight", "log_probs"])]
     pub(crate) data: Option<PathBuf>,
     /// Name of the matrix W `[vocab, d]` of a softmax(W h + b), or of a mixture of them, in the file
     #[arg(long, value_name = "KEY", requires = "hidden")]
@@ -60,7 +60,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 8192, value_parser = positive)]
     pub(crate) memory: usize,
     /// Number of contexts that --compare prints for each model
-    #[arg(long, default_value_t = 3, value_parser = positive)]
+    #[arg(long, default_value_t = 3, value_parser = positive, requires = "compare")]
     pub(crate) top: usize,
     /// Draw the distribution of the singular values to this SVG file
     #[arg(long, value_name = "FILE")]

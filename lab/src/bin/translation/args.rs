@@ -118,13 +118,13 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 3)]
     pub(crate) samples: usize,
     /// Only translate the lines of stdin with the model of --resume FILE
-    #[arg(long, requires = "resume", conflicts_with_all = ["data", "dialogue", "chat"])]
+    #[arg(long, requires = "resume", conflicts_with_all = ["data", "dialogue", "chat"], group = "answers")]
     pub(crate) translate: bool,
     /// Only respond to the lines of stdin with the model of --resume FILE, with three replies each
-    #[arg(long, requires = "resume", conflicts_with_all = ["data", "dialogue"])]
+    #[arg(long, requires = "resume", conflicts_with_all = ["data", "dialogue"], group = "answers")]
     pub(crate) chat: bool,
     /// Sample the answers of --translate and --chat at this temperature, instead of a beam search for the likeliest
-    #[arg(long, value_parser = not_negative, requires = "resume")]
+    #[arg(long, value_parser = not_negative, requires = "answers")]
     pub(crate) temperature: Option<f64>,
     /// Locked dropout of the mixtures' contexts [default: 0; dialogue: --dropout]
     #[arg(long, value_name = "P", value_parser = below_one)]

@@ -19,6 +19,7 @@ pub(crate) struct Transformer {
 
 impl Transformer {
     pub(crate) fn new(setting: &Setting, shape: TransformerShape, recipe: &Recipe, vb: VarBuilder) -> Result<Self> {
+        recipe.require_no_cells()?;
         let (TransformerShape { heads, inner }, Recipe { hidden: width, layers, dropout, .. }) = (shape, *recipe);
         if recipe.embedding() != width {
             let embedding = recipe.embedding();

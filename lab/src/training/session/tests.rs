@@ -230,18 +230,25 @@ fn finetuning_leaves_a_model_that_is_better_than_it_gets() {
     let path = temporary("finetuning");
     let mut first = with_recipe(regularized(3));
     first.run(Some(&path), None, None).expect("trains");
-    let good = std::fs::read(&path).expect("was just written");
     // Steps that are far too long.
     let awd = Awd { weight_decay: None, ..regularized(2).awd };
     let recipe = Recipe { finetune: true, lr: 300.0, clip: 0.0, awd, ..regularized(2) };
-    let mut session = with_recipe(recipe);
-    session.model.restore(&load(&path)).expect("the same sizes");
-    let before = session.valid_nll().expect("evaluates");
-    session.run(Some(&path), None, None).expect("trains");
-    assert!(session.history.iter().all(|[_, valid]| *valid > before), "{before} {:?}", session.history);
-    assert_eq!(std::fs::read(&path).expect("still exists"), good);
-    assert_eq!(session.valid_nll().expect("evaluates"), before, "the saved model");
-    std::fs::remove_file(path).expect("was just written");
+    let good = load(&path);
+    // Onto the model itself, onto another one, and into a new file.
+    let (other, new) = (temporary("finetuning_other"), temporary("finetuning_new"));
+    with_recipe(regularized(1)).run(Some(&other), None, None).expect("trains");
+    for to in [path, other, new] {
+        let mut session = with_recipe(recipe);
+        session.model.restore(&good).expect("the same sizes");
+        let before = session.valid_nll().expect("evaluates");
+        session.run(Some(&to), None, None).expect("trains");
+        assert!(session.history.iter().all(|[_, valid]| *valid > before), "{before} {:?}", session.history);
+        assert_eq!(session.valid_nll().expect("evaluates"), before, "the model that it got");
+        let mut saved = with_recipe(recipe);
+        saved.model.restore(&load(&to)).expect("the same sizes");
+        assert_eq!(saved.valid_nll().expect("evaluates"), before, "the saved model");
+        std::fs::remove_file(to).expect("was just written");
+    }
 }
 
 #[test]

@@ -86,9 +86,11 @@ pub(super) fn open(path: &Path, args: &Args) -> Result<Source> {
 fn corpus(checkpoint: &Checkpoint, folder: Option<&Path>) -> Result<Corpus> {
     let name: String = checkpoint.get("corpus")?;
     let vocab = checkpoint.tensors.get("embedding.weight").map_or(usize::MAX, |weight| weight.dims()[0]);
-    // With more words than the model has, it was trained with as many of the most frequent ones.
+    // With --words the words are numbered by their frequency, and the model has as many of them, or all.
     let read = |folder: &Path| match Corpus::from_folder(folder, None) {
-        Ok(corpus) if corpus.words.len() > vocab => Corpus::from_folder(folder, Some(vocab)),
+        Ok(corpus) if checkpoint.require_corpus(&corpus.data.name, &corpus.data.digest).is_err() => {
+            Corpus::from_folder(folder, Some(vocab))
+        }
         result => result,
     };
     let corpus = match folder {

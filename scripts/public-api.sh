@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 update=
 case "${1-}" in
 --update) update=1 ;;
+-h | --help) sed -n '2,4s/^# //p' "$0" && exit ;;
 ?*) echo "usage: $0 [--update]" >&2 && exit 2 ;;
 esac
 snapshot=docs/public-api.txt

@@ -28,8 +28,8 @@ FUNCTION void load_matrices(const void *from, uint *matrices) {
 }
 
 // Adds to a tile of 16 x 8 sums the product of tiles of 16 x 16 and 16 x 8 elements in bf16. Lane i has the sums (i /
-// 4, 2 (i % 4)), the next column, and both 8 rows below; the left tile as four matrices of `load_matrices` (the upper
-// two left, lower left, upper right, lower right), the right tile's transpose as two.
+// 4, 2 (i % 4)), the next column, and both 8 rows below; the left tile as four matrices of `load_matrices` (upper
+// left, lower left, upper right, lower right), the right tile's transpose as two.
 FUNCTION void multiply_add(float *sums, const uint *left, const uint *right) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"

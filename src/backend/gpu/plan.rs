@@ -47,15 +47,18 @@ pub(in crate::backend) fn plan<G: Gpu>(
     };
     // A row has its logits, their gradient in the dtype of the products, and at most ten f32 values.
     let row = logits * f32_size + gradient + relative + products.per_row + 10 * f32_size;
-    let (needs_log_probs, scores) = match task {
+    // The numbers of all ids that a position holds besides its logits.
+    let (id_rows, scores) = match task {
         Task::Scores { scores, .. } => {
-            (scores.need_all_ids, values_per_position(scores.candidates, components) * f32_size)
+            (usize::from(scores.need_all_ids), values_per_position(scores.candidates, components) * f32_size)
         }
-        Task::TopK { .. } | Task::Visit => (true, 0),
-        _ => (task.has_soft_targets(), 0),
+        Task::TopK { .. } | Task::Visit => (1, 0),
+        // The log-probabilities, a teacher's, and the derivatives; for gradients also these times a factor, and the
+        // log-probabilities again.
+        Task::LogProbTerms { needs_grad } => (if needs_grad.any() { 5 } else { 3 }, 0),
+        _ => (usize::from(task.has_soft_targets()), 0),
     };
-    let log_probs = if needs_log_probs { stride * f32_size } else { 0 };
-    let per_position = kind.allocation_factor * (components * row + log_probs + scores);
+    let per_position = kind.allocation_factor * (components * row + id_rows * stride * f32_size + scores);
     let fixed = kind.allocation_factor * (vocab * f32_size + products.fixed);
     let logit_bytes = match computation {
         Computation::OnePass => DType::BF16.size_in_bytes(),

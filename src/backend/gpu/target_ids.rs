@@ -66,7 +66,11 @@ impl DeviceTargetIds {
         arguments.launch(gpu, positions.div_ceil(BLOCK))?;
         let scalars = Buffer::unwritten(gpu, 4, DType::F32, device)?;
         let class_bound = match class_weights {
-            Some(class_weights) => Some(Buffer::new(gpu, class_weights.tensor.abs()?.max(0)?)?),
+            // A z-loss is not multiplied by class weights, and must not become large relative to small ones.
+            Some(class_weights) => {
+                let largest = class_weights.tensor.abs()?.max(0)?;
+                Some(Buffer::new(gpu, largest.maximum(2.0 * loss.terms.z_loss)?)?)
+            }
             None => None,
         };
         let (is_mean, constant_scale) = match loss.scale {

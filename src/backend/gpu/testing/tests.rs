@@ -319,6 +319,18 @@ fn a_large_z_loss_does_not_overflow_half_precision() {
         let case = Case { dtype: DType::F16, options, bias: 200.0, ..case(5, 3, 6, 37) };
         let (error, name) = case.loss_error(&gpu, |dtype| case.objective(dtype));
         assert!(error <= case.tolerance(), "{name}: {error}");
+        // Small class weights do not multiply the z-loss.
+        let options = LossOptions::new().with_z_loss(0.01);
+        let case = Case { dtype: DType::F16, options, bias: 20.0, ..case };
+        let light = |dtype| match case.objective(dtype) {
+            Objective::Targets(loss) => Objective::Targets(TargetLoss {
+                class_weights: loss.class_weights.map(|w| (w * 1e-5).unwrap()),
+                ..loss
+            }),
+            objective => objective,
+        };
+        let (error, name) = case.loss_error(&gpu, light);
+        assert!(error <= case.tolerance(), "{name}: {error}");
     }
 }
 
@@ -425,6 +437,9 @@ fn the_plan_of_a_ranking_has_room_for_the_log_probabilities_of_a_chunk() {
         for task in [Task::TopK { k: 3 }, Task::Visit] {
             assert_eq!(bytes(task), bytes(all) + log_probs);
         }
+        let terms = |needs_grad| Task::LogProbTerms { needs_grad };
+        assert_eq!(bytes(terms(NeedsGrad::default())), bytes(all) + 3 * log_probs);
+        assert_eq!(bytes(terms(ALL)), bytes(all) + 5 * log_probs);
     }
 }
 

@@ -244,7 +244,7 @@ fn finetuning_leaves_a_model_that_is_better_than_it_gets() {
         session.run(Some(&to), None, None).expect("trains");
         assert!(session.history.iter().all(|[_, valid]| *valid > before), "{before} {:?}", session.history);
         assert_eq!(session.valid_nll().expect("evaluates"), before, "the model that it got");
-        let mut saved = with_recipe(recipe);
+        let saved = with_recipe(recipe);
         saved.model.restore(&load(&to)).expect("the same sizes");
         assert_eq!(saved.valid_nll().expect("evaluates"), before, "the saved model");
         std::fs::remove_file(to).expect("was just written");

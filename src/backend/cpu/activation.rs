@@ -29,7 +29,7 @@ fn tanh_or_gradient<T: Element, const GRADIENT: bool>(a: &Tensor, b: &Tensor) ->
     let isa = Isa::detected()?;
     let values = with_slice("hidden", a, |a: &[T]| {
         with_slice("hidden", b, |b: &[T]| {
-            let mut out = vec![T::zero(); a.len()];
+            let mut out: Vec<T> = zeros(a.len());
             // A bias is repeated for every row; any other `b` has the size of `a`.
             let is_bias = b.len() < a.len();
             let row = if is_bias { b.len() } else { BLOCK };

@@ -4,7 +4,7 @@
 use candle_core::{Device, Tensor};
 
 use super::inputs::Inputs;
-use super::memory::filled;
+use super::memory::zeros;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::Candidates;
 use super::one_pass::OnePassRequest;
@@ -23,7 +23,7 @@ pub(super) fn log_probs<F: Served, O: Element<Acc = F>>(multiplier: Multiplier, 
     let Sizes { positions, vocab, .. } = operands.sizes;
     Inputs::with(operands, |inputs: Inputs<'_, F>| {
         let mut passes = TwoPasses::for_distributions(logit_tiles(multiplier), inputs, plan);
-        let mut log_probs = filled(O::zero(), positions * vocab);
+        let mut log_probs = zeros::<O>(positions * vocab);
         for positions in plan.chunks() {
             passes.first_product(positions.clone())?;
             let to = &mut log_probs[positions.start * vocab..positions.end * vocab];

@@ -264,13 +264,8 @@ impl Tiles {
         for steps in self.parts.steps(block.clone()) {
             self.unit.multiply(TileProduct {
                 parts: self.parts,
-                left: Operand {
-                    values: &rows[steps.start * square..],
-                    row: SIDE,
-                    step: square,
-                    square: tile.across * square,
-                },
-                right: Operand { values: &packed[steps.start * pairs..], row: SIDE, step: pairs, square: 0 },
+                left: Operand { values: &rows[steps.start * square..], step: square, square: tile.across * square },
+                right: Operand { values: &packed[steps.start * pairs..], step: pairs, square: 0 },
                 steps: steps.len(),
                 to: &mut *logits,
                 to_row: SIDE,
@@ -297,11 +292,10 @@ impl Tiles {
             parts: self.parts,
             left: Operand {
                 values: &columns[block.start * tile.down * square..],
-                row: SIDE,
                 step: square,
                 square: tile.down * square,
             },
-            right: Operand { values: pairs, row: SIDE, step: self.parts.square_pairs(), square: 0 },
+            right: Operand { values: pairs, step: self.parts.square_pairs(), square: 0 },
             steps: tile.down,
             to: &mut products[block.start * SQUARE..],
             to_row: SIDE,
@@ -369,8 +363,8 @@ impl Tiles {
                     let right = &right[(panels.start - first / SIDE) * parts.square_pairs()..];
                     self.unit.multiply(TileProduct {
                         parts,
-                        left: Operand { values: left, row: SIDE, step: n / SIDE * square, square },
-                        right: Operand { values: right, row: SIDE, step: parts.square_pairs(), square: column_pairs },
+                        left: Operand { values: left, step: n / SIDE * square, square },
+                        right: Operand { values: right, step: parts.square_pairs(), square: column_pairs },
                         steps: panels.len(),
                         to: sums,
                         to_row: width,

@@ -12,14 +12,14 @@ use half::{bf16, f16};
 use num_traits::Zero;
 
 use super::blocks::BlockRows;
-use crate::backend::cpu::memory::{filled, zeros};
+use crate::backend::cpu::memory::{zeros, BufferElement};
 use crate::backend::cpu::tiles::rounding::{self, ToBf16};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::parallel;
 use crate::error::{Error, Result};
 
 /// A floating-point type that tensors are stored in.
-pub(crate) trait Element: WithDType + ToBf16 {
+pub(crate) trait Element: WithDType + ToBf16 + BufferElement {
     /// The type for computation and accumulation.
     type Acc: Accumulator;
 
@@ -300,7 +300,7 @@ pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
 pub(crate) fn rounded_to<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
     let isa = Isa::detected()?;
     let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
-        let mut values: Vec<T> = filled(T::zero(), from.len());
+        let mut values: Vec<T> = zeros(from.len());
         let blocks = values.chunks_mut(BLOCK).zip(from.chunks(BLOCK));
         parallel::for_each(blocks, |(to, from)| f32::dispatch(isa, NarrowRow { from, to }));
         Ok(values)

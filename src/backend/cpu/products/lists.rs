@@ -3,6 +3,7 @@
 
 use std::sync::Mutex;
 
+use bytemuck::zeroed_vec;
 use candle_core::{DType, Device, Tensor};
 use num_traits::Zero;
 use rayon::prelude::*;
@@ -210,7 +211,7 @@ fn rows_of_type<T: Element>(
     compute: &dyn Fn(&WriteRow<'_, T::Acc>),
 ) -> Result<Tensor> {
     // The system clears these zeros on first use: the other rows cost nothing. In huge pages nearly all of them would.
-    let mut values = vec![T::zero(); rows * d];
+    let mut values: Vec<T> = zeroed_vec(rows * d);
     let (mut behind, mut first) = (&mut values[..], 0);
     let mut slots = Vec::with_capacity(ids.len());
     for &id in ids {

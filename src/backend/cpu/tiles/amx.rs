@@ -37,10 +37,10 @@ impl Amx {
             for column in 0..columns {
                 squares[count] = Square {
                     left: first_left.wrapping_add(row * left.square),
-                    left_row: left.row * size_of::<bf16>(),
+                    left_row: SIDE * size_of::<bf16>(),
                     left_step: left.step * size_of::<bf16>(),
                     right: first_right.wrapping_add(column * right.square),
-                    right_row: right.row * size_of::<Pair>(),
+                    right_row: SIDE * size_of::<Pair>(),
                     right_step: right.step * size_of::<Pair>(),
                     to: to.wrapping_add(SIDE * (row * to_row + column)),
                     to_row: to_row * size_of::<f32>(),

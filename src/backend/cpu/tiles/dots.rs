@@ -5,8 +5,6 @@ use std::arch::x86_64::{__m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_se
 use std::marker::PhantomData;
 use std::mem::transmute;
 
-use half::bf16;
-
 use super::product::{TileProduct, PAIRS, SIDE};
 use super::rounding::{pair, Pair};
 
@@ -37,39 +35,37 @@ impl Bf16Dots {
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn multiply(product: TileProduct<'_>) {
     let TileProduct { left, right, steps, to, to_row, rows, columns, is_added, .. } = product;
-    for (column, first) in (0..columns).flat_map(|column| (0..SIDE * rows).step_by(ROWS).map(move |row| (column, row)))
-    {
-        let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
-        let place = |row: usize| (first + row) * to_row + column * SIDE;
-        if is_added {
-            for (row, sums) in sums.iter_mut().enumerate() {
-                let (values, _) = to[place(row)..][..SIDE].as_chunks::<LANES>();
-                for (sum, &values) in sums.iter_mut().zip(values) {
-                    *sum = pulp::cast(values);
+    for column in 0..columns {
+        for first in (0..SIDE * rows).step_by(ROWS) {
+            let to = &mut to[first * to_row + column * SIDE..];
+            let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+            if is_added {
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    let (values, _) = to[row * to_row..][..SIDE].as_chunks::<LANES>();
+                    *sums = [pulp::cast(values[0]), pulp::cast(values[1])];
                 }
             }
-        }
-        for step in 0..steps {
-            let left = &left.values[first / SIDE * left.square + first % SIDE * left.row + step * left.step..];
-            let left: [&[[bf16; 2]]; ROWS] =
-                std::array::from_fn(|row| left[row * product.left.row..][..SIDE].as_chunks().0);
-            let right = &right.values[column * right.square + step * right.step..];
-            for k in 0..PAIRS {
-                let (vectors, _) = right[k * product.right.row..][..SIDE].as_chunks::<LANES>();
-                let vectors = [vector_from_pairs(vectors[0]), vector_from_pairs(vectors[1])];
-                for (left, sums) in left.iter().zip(&mut sums) {
-                    let [first, second] = left[k].map(|x| u32::from(x.to_bits()));
-                    let left = repeated_pair(pair(first, second));
-                    for (sum, right) in sums.iter_mut().zip(vectors) {
-                        *sum = _mm512_dpbf16_ps(*sum, left, right);
+            let left = &left.values[first / SIDE * left.square + first % SIDE * SIDE..];
+            let right = &right.values[column * right.square..];
+            for step in 0..steps {
+                let left = &left[step * product.left.step..][..ROWS * SIDE];
+                let right = &right[step * product.right.step..][..PAIRS * SIDE];
+                let (left, _) = left.as_chunks::<2>();
+                let (right, _) = right.as_chunks::<LANES>();
+                for k in 0..PAIRS {
+                    let vectors = [vector_from_pairs(right[2 * k]), vector_from_pairs(right[2 * k + 1])];
+                    for (row, sums) in sums.iter_mut().enumerate() {
+                        let [first, second] = left[row * PAIRS + k];
+                        let left = repeated_pair(pair(u32::from(first.to_bits()), u32::from(second.to_bits())));
+                        for (sum, right) in sums.iter_mut().zip(vectors) {
+                            *sum = _mm512_dpbf16_ps(*sum, left, right);
+                        }
                     }
                 }
             }
-        }
-        for (row, sums) in sums.into_iter().enumerate() {
-            let (values, _) = to[place(row)..][..SIDE].as_chunks_mut::<LANES>();
-            for (values, sum) in values.iter_mut().zip(sums) {
-                *values = pulp::cast(sum);
+            for (row, sums) in sums.into_iter().enumerate() {
+                let (values, _) = to[row * to_row..][..SIDE].as_chunks_mut::<LANES>();
+                (values[0], values[1]) = (pulp::cast(sums[0]), pulp::cast(sums[1]));
             }
         }
     }

@@ -16,12 +16,12 @@ pub(super) fn multiply(product: TileProduct<'_>) {
         let products = (0..steps).flat_map(|step| parts.products().iter().map(move |&parts| (step, parts)));
         for (step, (left_part, right_part)) in products {
             let left = &left.values[left_part * SQUARE + step * left.step..];
-            let left = &left[row / SIDE * product.left.square + row % SIDE * product.left.row..][..SIDE];
+            let left = &left[row / SIDE * product.left.square + row % SIDE * SIDE..][..SIDE];
             let right = &right.values[right_part * PAIRS * SIDE + step * right.step..];
             let right = &right[column / SIDE * product.right.square + column % SIDE..];
             let mut sums = [0.0f32; 2];
             for k in 0..PAIRS {
-                let pair = right_pair(right, k * product.right.row);
+                let pair = right_pair(right, k * SIDE);
                 for (i, sum) in sums.iter_mut().enumerate() {
                     *sum = normal(normal(widened(left[2 * k + i])).mul_add(normal(pair[i]), *sum));
                 }

@@ -9,7 +9,7 @@ use super::rounding::{self, Pair, RoundedRow};
 use super::squares::{store_lines, Grid};
 use super::transpose;
 use super::unit::TileUnit;
-use crate::backend::cpu::memory::Aligned;
+use crate::backend::cpu::memory::{zeros, Aligned};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::parallel;
 
@@ -34,7 +34,7 @@ pub(crate) fn matmul(unit: TileUnit, isa: Isa, left: TileMatrix<'_>, right: Tile
     assert!(left.columns == right.rows);
     let depth = left.columns.div_ceil(SIDE);
     let pairs = right.pairs(isa);
-    let mut product = vec![bf16::ZERO; left.rows * right.columns];
+    let mut product = zeros(left.rows * right.columns);
     let blocks = product.chunks_mut(DOWN * SIDE * right.columns).enumerate();
     parallel::for_each_with(blocks, <(Aligned<bf16>, Aligned<f32>)>::default, |(packed, sums), (block, to)| {
         let rows = block * DOWN * SIDE..left.rows.min((block + 1) * DOWN * SIDE);

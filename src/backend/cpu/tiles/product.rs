@@ -64,12 +64,10 @@ impl Parts {
     }
 }
 
-/// An operand, and where its squares lie.
+/// An operand, and where its squares lie. The rows of a square, or its pairs of rows, lie side by side.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a, E> {
     pub(crate) values: &'a [E],
-    /// The distance from a row, or a pair of rows, to the next.
-    pub(crate) row: usize,
     /// The distance from a square to the next in the direction of the sums.
     pub(crate) step: usize,
     /// The distance from a square to the next in the other direction.
@@ -79,9 +77,8 @@ pub(crate) struct Operand<'a, E> {
 impl<E> Operand<'_, E> {
     /// Returns whether the operand contains so many squares and steps, of which each part has so many rows.
     fn contains(&self, squares: usize, steps: usize, rows: usize, parts: Parts) -> bool {
-        let parts = (parts.count() - 1) * rows * SIDE;
-        let square = (rows - 1) * self.row + SIDE;
-        (squares - 1) * self.square + (steps - 1) * self.step + parts + square <= self.values.len()
+        let square = parts.count() * rows * SIDE;
+        (squares - 1) * self.square + (steps - 1) * self.step + square <= self.values.len()
     }
 }
 
@@ -145,8 +142,7 @@ impl TileProduct<'_> {
         }
     }
 
-    /// Checks that all squares lie in the operands and in the result, and that the rows of several parts lie side by
-    /// side.
+    /// Checks that all squares lie in the operands and in the result.
     ///
     /// # Panics
     ///
@@ -154,7 +150,6 @@ impl TileProduct<'_> {
     pub(super) fn check(&self) {
         let TileProduct { parts, left, right, steps, to_row, rows, columns, .. } = *self;
         assert!(steps > 0 && left.contains(rows, steps, SIDE, parts) && right.contains(columns, steps, PAIRS, parts));
-        assert!(parts == Parts::One || left.row == SIDE && right.row == SIDE);
         assert!(SIDE * columns <= to_row && (SIDE * rows - 1) * to_row + SIDE * columns <= self.to.len());
     }
 }

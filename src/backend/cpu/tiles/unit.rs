@@ -86,13 +86,8 @@ impl TileUnit {
         for steps in parts.steps(0..depth) {
             self.multiply(TileProduct {
                 parts,
-                left: Operand {
-                    values: &left[steps.start * square..],
-                    row: SIDE,
-                    step: square,
-                    square: depth * square,
-                },
-                right: Operand { values: &right[steps.start * pairs..], row: SIDE, step: pairs, square: depth * pairs },
+                left: Operand { values: &left[steps.start * square..], step: square, square: depth * square },
+                right: Operand { values: &right[steps.start * pairs..], step: pairs, square: depth * pairs },
                 steps: steps.len(),
                 to: &mut *to,
                 to_row: width,
@@ -164,8 +159,7 @@ mod tests {
         (0..n).map(number).collect()
     }
 
-    /// The bits of a product on a unit, of operands with gaps between their rows or, if these have several parts,
-    /// between their squares. `has_special` is that of `numbers`.
+    /// The bits of a product on a unit, of operands with gaps between their squares. `has_special` is that of `numbers`.
     fn product(unit: TileUnit, shape: Shape, is_added: bool, has_special: bool) -> Vec<u32> {
         let Shape { rows, columns, parts, .. } = shape;
         let (left, right) = operands(shape, has_special);
@@ -196,29 +190,13 @@ mod tests {
     }
 
     fn left_operand(Shape { steps, parts, .. }: Shape, values: &[bf16]) -> Operand<'_, bf16> {
-        match parts {
-            Parts::One => {
-                let depth = SIDE * steps + 2;
-                Operand { values, row: depth, step: SIDE, square: SIDE * depth }
-            }
-            Parts::Three => {
-                let step = parts.square() + 5;
-                Operand { values, row: SIDE, step, square: steps * step + 3 }
-            }
-        }
+        let step = parts.square() + 5;
+        Operand { values, step, square: steps * step + 3 }
     }
 
-    fn right_operand(Shape { columns, steps, parts, .. }: Shape, values: &[Pair]) -> Operand<'_, Pair> {
-        match parts {
-            Parts::One => {
-                let across = SIDE * columns + 3;
-                Operand { values, row: across, step: PAIRS * across, square: SIDE }
-            }
-            Parts::Three => {
-                let step = parts.square_pairs() + 7;
-                Operand { values, row: SIDE, step, square: steps * step + 1 }
-            }
-        }
+    fn right_operand(Shape { steps, parts, .. }: Shape, values: &[Pair]) -> Operand<'_, Pair> {
+        let step = parts.square_pairs() + 7;
+        Operand { values, step, square: steps * step + 1 }
     }
 
     #[test]
@@ -258,9 +236,9 @@ mod tests {
             for (k, &(left_part, right_part)) in
                 (0..SIDE * steps).flat_map(|k| parts.products().iter().map(move |parts| (k, parts)))
             {
-                let at = i / SIDE * left.square + i % SIDE * left.row + k / SIDE * left.step + k % SIDE;
+                let at = i / SIDE * left.square + i % SIDE * SIDE + k / SIDE * left.step + k % SIDE;
                 let x = left.values[at + left_part * SQUARE].to_f64();
-                let at = j / SIDE * right.square + j % SIDE + k / SIDE * right.step + k % SIDE / 2 * right.row;
+                let at = j / SIDE * right.square + j % SIDE + k / SIDE * right.step + k % SIDE / 2 * SIDE;
                 let pair = right.values[at + right_part * PAIRS * SIDE];
                 let y = f32::from_bits(if k % 2 == 0 { pair << 16 } else { pair & 0xffff_0000 });
                 expected += x * f64::from(y);

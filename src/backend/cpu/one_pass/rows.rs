@@ -8,7 +8,7 @@ use crate::backend::cpu::objective::components::{Components, PositionLoss, Targe
 use crate::backend::cpu::objective::targets::{Candidates, Targets};
 use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::DecoderDots;
+use crate::backend::cpu::products::gemv::{ContextRows, DecoderDots};
 use crate::backend::cpu::vector::math::{flushed, not_negative, weighted, LogSumExp};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::objective::{Scored, POSITION_SCORES};
@@ -81,6 +81,7 @@ pub(super) fn own_logits<F: Accumulator>(
         inputs.decoder.row(id, decoder_row);
         let to = &mut ViewMut::new(logits, components, 1, 1);
         let decoder = &decoder_row[..];
+        let contexts = ContextRows { values: contexts, stride: d };
         F::dispatch(inputs.isa, DecoderDots::<F> { contexts, decoder, d, is_added: false, to });
         logits.iter_mut().for_each(|z| *z = *z * inputs.logit_scale + inputs.bias[id] + shift);
     });

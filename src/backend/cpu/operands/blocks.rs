@@ -3,13 +3,14 @@
 use std::ops::Range;
 
 use super::matrix::ViewMut;
+use crate::backend::cpu::products::gemv::ContextRows;
 
 /// Rows `[vocab, d]` in blocks, which are computed in `F`. No type but f32 has such rows.
 pub(crate) trait BlockRows<F>: Sync {
     /// Writes the rows of some ids, the i-th at `to[i * stride..]`.
     fn dequantise(&self, ids: Range<usize>, stride: usize, to: &mut [F]);
 
-    /// Computes `to[row, id - ids.start] = contexts[row] . rows[id]` for contexts `[rows, d]`, or adds these products
+    /// Computes `to[row, id - ids.start] = contexts[row] . rows[id]` for contexts of `d` columns, or adds these products
     /// to what `to` holds. The order of a sum does not depend on the number of contexts.
-    fn multiply(&self, contexts: &[F], ids: Range<usize>, is_added: bool, to: &mut ViewMut<'_, F>);
+    fn multiply(&self, contexts: ContextRows<'_, F>, ids: Range<usize>, is_added: bool, to: &mut ViewMut<'_, F>);
 }

@@ -2,27 +2,66 @@
 //! stay as they are stored, half precision is widened in registers, and each loaded register serves the sums of several
 //! contexts and ids.
 
+use std::ops::Range;
+
+use num_traits::Zero;
+
+use super::many_dots::{tile_ids, ManyDots};
 use crate::backend::cpu::memory::{prefetch, prefetch_to_second_level, streams_through_second_level, CACHE_LINE};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Kernel, Vector};
-use num_traits::Zero;
 
-/// The bytes of the contexts that pass over the decoder together: they stay in the second-level cache.
-const CONTEXT_BYTES: usize = 256 << 10;
+/// The number of contexts that pass over the decoder together: they stay in the second-level cache.
+const MOST_CONTEXTS: usize = 96;
 /// The number of contexts whose sums stay in registers.
 const ROWS: usize = 6;
-/// The maximum number of contexts for which prefetches are interleaved with the products. With more contexts, each of
-/// them has so few lines to prefetch that they can be requested at once.
-const MOST_INTERLEAVED: usize = 3 * ROWS;
+/// The maximum number of contexts whose products are limited by the reads of the decoder. The contexts of more come from
+/// the first-level cache in blocks ([`ManyDots`]).
+const FEW_CONTEXTS: usize = 3 * ROWS;
 /// The maximum number of contexts whose products are so much faster than the reads of the decoder that it may come from
 /// the second-level cache.
 const MOST_STREAMED: usize = 2 * ROWS;
 
+/// Contexts that start `stride` elements apart.
+#[derive(Clone, Copy)]
+pub(crate) struct ContextRows<'a, F> {
+    /// `[rows, stride]`
+    pub(crate) values: &'a [F],
+    pub(crate) stride: usize,
+}
+
+/// The bytes between two contexts that are copied. Without them, contexts of a power of two would lie in the same sets
+/// of the first-level cache.
+const PADDING_BYTES: usize = CACHE_LINE;
+
+/// Returns the distance of contexts of `d` elements that are copied.
+pub(crate) fn padded_stride<F>(d: usize) -> usize {
+    (d * size_of::<F>()).next_multiple_of(CACHE_LINE) / size_of::<F>() + PADDING_BYTES / size_of::<F>()
+}
+
+impl<'a, F: Copy> ContextRows<'a, F> {
+    /// Returns the number of contexts.
+    pub(crate) fn len(self) -> usize {
+        self.values.len() / self.stride
+    }
+
+    /// Returns the contexts from the `first` on, at most `most`.
+    pub(super) fn some(self, first: usize, most: usize) -> Self {
+        let end = self.len().min(first + most);
+        ContextRows { values: &self.values[first * self.stride..end * self.stride], ..self }
+    }
+
+    /// Returns some columns of a context.
+    #[inline(always)]
+    pub(crate) fn part(self, row: usize, columns: Range<usize>) -> &'a [F] {
+        &self.values[row * self.stride..][columns]
+    }
+}
+
 /// Computes `to[row, id] = contexts[row] . decoder[id]`.
 pub(crate) struct DecoderDots<'a, 'b, T: Element> {
-    /// `[rows, d]`
-    pub(crate) contexts: &'a [T::Acc],
+    pub(crate) contexts: ContextRows<'a, T::Acc>,
     /// `[ids, d]`
     pub(crate) decoder: &'a [T],
     pub(crate) d: usize,
@@ -37,15 +76,26 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
         let DecoderDots { contexts, decoder, d, is_added, to } = self;
-        let rows = (CONTEXT_BYTES / (d * size_of::<T::Acc>()) / ROWS).max(1) * ROWS;
         let ids = decoder.len() / d;
         let is_streamed = streams_through_second_level();
-        for (block, contexts) in contexts.chunks(rows * d).enumerate() {
-            let to_second_level = is_streamed && contexts.len() <= MOST_STREAMED * d;
+        let mut sums = Vec::new();
+        for first_row in (0..contexts.len()).step_by(MOST_CONTEXTS) {
+            let contexts = contexts.some(first_row, MOST_CONTEXTS);
+            if contexts.len() > FEW_CONTEXTS {
+                let ids = tile_ids::<T::Acc>(d);
+                for (tile, rows) in decoder.chunks(ids * d).enumerate() {
+                    let next = decoder.get((tile + 1) * ids * d..).unwrap_or(&[]);
+                    let next = &next[..next.len().min(ids * d)];
+                    let to = &mut ProductColumns { matrix: to, first_row, first_id: tile * ids, is_added };
+                    ManyDots { contexts, decoder: rows, d, next }.multiply(v, &mut sums, to);
+                }
+                continue;
+            }
+            let to_second_level = is_streamed && contexts.len() <= MOST_STREAMED;
             let mut id = 0;
             while id < ids {
                 let decoder = &decoder[id * d..];
-                let to = &mut ProductColumns { matrix: to, first_row: block * rows, first_id: id, is_added };
+                let to = &mut ProductColumns { matrix: to, first_row, first_id: id, is_added };
                 // As many ids as leave all sums in registers, then one by one.
                 id += if const { V::REGISTERS >= 32 } {
                     match ids - id {
@@ -64,7 +114,7 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
 }
 
 /// The columns of a matrix in which the products of some ids are stored.
-struct ProductColumns<'a, 'b, F> {
+pub(super) struct ProductColumns<'a, 'b, F> {
     matrix: &'a mut ViewMut<'b, F>,
     /// The row that belongs to the first context of a block.
     first_row: usize,
@@ -74,9 +124,9 @@ struct ProductColumns<'a, 'b, F> {
 }
 
 impl<F: Copy + std::ops::AddAssign> ProductColumns<'_, '_, F> {
-    /// Stores the products of a context of the block, one for each id.
-    fn store(&mut self, row: usize, sums: &[F]) {
-        let to = &mut self.matrix.row_mut(self.first_row + row)[self.first_id..self.first_id + sums.len()];
+    /// Stores the products of a context of the block with some ids, the first of which is `id`.
+    pub(super) fn store(&mut self, row: usize, id: usize, sums: &[F]) {
+        let to = &mut self.matrix.row_mut(self.first_row + row)[self.first_id + id..][..sums.len()];
         if self.is_added {
             to.iter_mut().zip(sums).for_each(|(to, &sum)| *to += sum)
         } else {
@@ -112,7 +162,7 @@ fn prefetch_lines<'a, T: 'a>(lines: impl Iterator<Item = &'a [T]>, to_second_lev
 #[inline(always)]
 fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
-    contexts: &[T::Acc],
+    contexts: ContextRows<'_, T::Acc>,
     decoder: &[T],
     d: usize,
     to_second_level: bool,
@@ -125,28 +175,23 @@ fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     // The next ids are prefetched during these products, because the hardware does not prefetch that far ahead.
     let mut next = decoder.get(IDS * d..).unwrap_or(&[]);
     next = &next[..next.len().min(IDS * d)];
-    let per_group = (next.len() * ROWS * d).div_ceil(contexts.len());
-    let is_interleaved = const { V::REGISTERS < 32 } || contexts.len() <= MOST_INTERLEAVED * d;
+    let per_group = (next.len() * ROWS).div_ceil(contexts.len());
     let mut take_next = || {
         let (share, later) = next.split_at(per_group.min(next.len()));
         next = later;
-        if is_interleaved {
-            return Next { values: share, to_second_level };
-        }
-        prefetch_lines(lines(share), to_second_level);
-        Next::NONE
+        Next { values: share, to_second_level }
     };
     let mut row = 0;
     let mut store = |sums: &[[T::Acc; IDS]]| {
-        sums.iter().enumerate().for_each(|(i, sums)| to.store(row + i, sums));
+        sums.iter().enumerate().for_each(|(i, sums)| to.store(row + i, 0, sums));
         row += sums.len();
     };
-    let mut groups = contexts.chunks_exact(ROWS * d);
-    for group in &mut groups {
-        store(&dots::<ROWS, IDS, T, V>(v, group, ids, take_next()));
+    let whole = contexts.len() / ROWS * ROWS;
+    for first in (0..whole).step_by(ROWS) {
+        store(&dots::<ROWS, IDS, T, V>(v, contexts.some(first, ROWS), ids, take_next()));
     }
-    let remaining = groups.remainder();
-    match remaining.len() / d {
+    let remaining = contexts.some(whole, ROWS);
+    match remaining.len() {
         5 => store(&dots::<5, IDS, T, V>(v, remaining, ids, take_next())),
         4 => store(&dots::<4, IDS, T, V>(v, remaining, ids, take_next())),
         3 => store(&dots::<3, IDS, T, V>(v, remaining, ids, take_next())),
@@ -161,12 +206,12 @@ fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
 #[inline(always)]
 fn multiply_id<T: Element, V: Vector<T::Acc>>(
     v: V,
-    contexts: &[T::Acc],
+    contexts: ContextRows<'_, T::Acc>,
     id: &[T],
     to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
-    for (row, context) in contexts.chunks_exact(id.len()).enumerate() {
-        to.store(row, &dots::<1, 1, T, V>(v, context, [id], Next::NONE)[0]);
+    for row in 0..contexts.len() {
+        to.store(row, 0, &dots::<1, 1, T, V>(v, contexts.some(row, 1), [id], Next::NONE)[0]);
     }
     1
 }
@@ -185,7 +230,7 @@ fn lines<T>(values: &[T]) -> std::slice::Chunks<'_, T> {
 #[inline(always)]
 pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T::Acc>>(
     v: V,
-    contexts: &[T::Acc],
+    contexts: ContextRows<'_, T::Acc>,
     ids: [&[T]; IDS],
     next: Next<'_, T>,
 ) -> [[T::Acc; IDS]; ROWS] {
@@ -201,7 +246,7 @@ pub(crate) fn dots<const ROWS: usize, const IDS: usize, T: Element, V: Vector<T:
     let mut context_registers: [&[V::Reg]; ROWS] = [&[]; ROWS];
     let mut context_rests: [&[T::Acc]; ROWS] = [&[]; ROWS];
     for row in 0..ROWS {
-        let (registers, rest) = V::split(&contexts[row * d..][..d]);
+        let (registers, rest) = V::split(contexts.part(row, 0..d));
         (context_registers[row], context_rests[row]) = (&registers[..n], rest);
     }
     let mut sums = [[zero; IDS]; ROWS];

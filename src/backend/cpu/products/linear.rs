@@ -6,7 +6,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::gemv::DecoderDots;
+use super::gemv::{ContextRows, DecoderDots};
 use super::matmul;
 use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::operands::dtype::{locked, rounded, with_accumulator, with_values, Accumulator};
@@ -46,7 +46,7 @@ fn inner_products<F: Accumulator>(input: &Tensor, weight: &Tensor) -> Result<Ten
     let mut products: Vec<F> = zeros(n * outputs);
     let tiles = ViewMut::new(&mut products, n, outputs, outputs).tiles(TILE.0, TILE.1);
     parallel::for_each(tiles, |(rows, columns, mut to)| {
-        let contexts = &input[rows.start * d..rows.end * d];
+        let contexts = ContextRows { values: &input[rows.start * d..rows.end * d], stride: d };
         with_values!(weight.slice(columns.start * d..columns.end * d), decoder => {
             F::dispatch(isa, DecoderDots { contexts, decoder, d, is_added: false, to: &mut to });
         });
@@ -68,7 +68,9 @@ mod tests {
     #[test]
     fn products_equal_sums_in_f64_and_each_row_has_its_bits_alone() -> Result<()> {
         for (dtype, rounding) in [(DType::F32, 1e-6), (DType::F64, 1e-14), (DType::F16, 1e-3), (DType::BF16, 8e-3)] {
-            for (n, inputs, outputs) in [(1, 1, 1), (1, 37, 130), (5, 600, 7), (97, 33, 65), (200, 64, 1)] {
+            for (n, inputs, outputs) in
+                [(1, 1, 1), (1, 37, 130), (5, 600, 7), (97, 33, 65), (200, 64, 1), (45, 1100, 7)]
+            {
                 let (input, weight) = (matrix(n, inputs, 1, dtype)?, matrix(outputs, inputs, 2, dtype)?);
                 let strided = weight.t()?.contiguous()?.t()?;
                 let product = linear(&input, &weight)?;

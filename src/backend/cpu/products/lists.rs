@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use num_traits::Zero;
 use rayon::prelude::*;
 
-use super::gemv::{dots, Next};
+use super::gemv::{dots, ContextRows, Next};
 use crate::backend::cpu::locked_weight::locked_weight;
 use crate::backend::cpu::operands::decoder::{DecoderMatrix, MatrixValues};
 use crate::backend::cpu::operands::dtype::{
@@ -255,13 +255,14 @@ impl<T: Element> Kernel<T::Acc> for ListDots<'_, T> {
 
     #[inline(always)]
     fn run<V: Vector<T::Acc>>(self, v: V) {
+        let context = ContextRows { values: self.context, stride: self.context.len() };
         let (groups, others) = self.rows.as_chunks::<ROWS>();
         let (to, to_others) = self.to.as_chunks_mut::<ROWS>();
         for (&rows, to) in groups.iter().zip(to) {
-            *to = dots::<1, ROWS, T, V>(v, self.context, rows, Next::NONE)[0];
+            *to = dots::<1, ROWS, T, V>(v, context, rows, Next::NONE)[0];
         }
         for (&row, to) in others.iter().zip(to_others) {
-            *to = dots::<1, 1, T, V>(v, self.context, [row], Next::NONE)[0][0];
+            *to = dots::<1, 1, T, V>(v, context, [row], Next::NONE)[0][0];
         }
     }
 }

@@ -8,10 +8,8 @@ use super::few::{Dequantise, FewDots};
 use super::kind::BlockType;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::unpacking::Unpacking;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::DecoderDots;
+use crate::backend::cpu::products::gemv::{ContextRows, DecoderDots};
 use crate::backend::cpu::vector::simd::{Float, Isa};
 
 /// Rows of whole blocks, one after the other.
@@ -59,12 +57,12 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Computes `to[row, id - ids.start] = contexts[row] . rows[id]` for contexts `[rows, width]`, or adds these
+    /// Computes `to[row, id - ids.start] = contexts[row] . rows[id]` for contexts of `width` columns, or adds these
     /// products to what `to` holds. The order of a sum does not depend on the number of contexts.
     pub(crate) fn dots(
         &self,
         isa: Isa,
-        contexts: &[f32],
+        contexts: ContextRows<'_, f32>,
         ids: Range<usize>,
         is_added: bool,
         to: &mut ViewMut<'_, f32>,
@@ -72,14 +70,9 @@ impl<'a> Blocks<'a> {
         #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if let Some(unpacking) = Unpacking::new(isa) {
             let (row_bytes, width) = (self.row_bytes(), self.width);
-            if contexts.len() <= unpacking.most_rows() * width {
-                let (rows, stride) = (self.bytes_of(ids), width + CONTEXT_PADDING);
-                let mut padded = Aligned::zeros(contexts.len() / width * stride);
-                for (to, context) in padded.chunks_exact_mut(stride).zip(contexts.chunks_exact(width)) {
-                    to[..width].copy_from_slice(context);
-                }
-                let contexts = &padded;
-                return unpacking.run(self.kind, FewDots { contexts, stride, rows, row_bytes, width, is_added, to });
+            if contexts.len() <= unpacking.most_rows() {
+                let rows = self.bytes_of(ids);
+                return unpacking.run(self.kind, FewDots { contexts, rows, row_bytes, width, is_added, to });
             }
             return self.dots_by_tiles(unpacking.isa(), contexts, ids, is_added, to);
         }
@@ -87,7 +80,14 @@ impl<'a> Blocks<'a> {
     }
 
     /// As [`Self::dots`], with copies of a few rows at a time.
-    fn dots_by_tiles(&self, isa: Isa, contexts: &[f32], ids: Range<usize>, is_added: bool, to: &mut ViewMut<'_, f32>) {
+    fn dots_by_tiles(
+        &self,
+        isa: Isa,
+        contexts: ContextRows<'_, f32>,
+        ids: Range<usize>,
+        is_added: bool,
+        to: &mut ViewMut<'_, f32>,
+    ) {
         let at_a_time = (TILE_BYTES / (self.width * size_of::<f32>())).max(1).next_multiple_of(4);
         let mut tile = vec![0.0; at_a_time.min(ids.len()) * self.width];
         for first in ids.clone().step_by(at_a_time) {
@@ -106,9 +106,5 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// The elements between two contexts that are multiplied in registers. Without them, contexts of a power of two would
-/// lie in the same sets of the first-level cache.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-const CONTEXT_PADDING: usize = 16;
 /// The bytes of the dequantised rows that are multiplied at a time: they stay in the second-level cache.
 const TILE_BYTES: usize = 192 << 10;

@@ -3,7 +3,14 @@
 use super::unpack::{for_each_unit, BlockKernel, Unpack};
 use crate::backend::cpu::memory::{prefetch_to_second_level, CACHE_LINE};
 use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::products::gemv::ContextRows;
 use crate::backend::cpu::vector::simd::Vector;
+
+/// The bytes of the columns of contexts that stay in the first-level cache. The unit tests' contexts are small, and are
+/// cut too.
+const COLUMN_BYTES: usize = if cfg!(test) { 4 << 10 } else { 32 << 10 };
+/// The number of times that ids pass over the same columns of contexts.
+const GROUP: usize = 8;
 
 /// Copies rows of blocks, the i-th to `to[i * stride..]`.
 pub(super) struct Dequantise<'a> {
@@ -33,9 +40,7 @@ impl BlockKernel for Dequantise<'_> {
 
 /// Computes `to[row, id] = contexts[row] . rows[id]` for at most [`Unpack::MOST_ROWS`] contexts.
 pub(super) struct FewDots<'a, 'b> {
-    /// `[contexts, stride]`, of which the first `width` columns are multiplied.
-    pub(super) contexts: &'a [f32],
-    pub(super) stride: usize,
+    pub(super) contexts: ContextRows<'a, f32>,
     /// The blocks of whole rows.
     pub(super) rows: &'a [u8],
     pub(super) row_bytes: usize,
@@ -48,7 +53,7 @@ pub(super) struct FewDots<'a, 'b> {
 impl BlockKernel for FewDots<'_, '_> {
     #[inline(always)]
     fn run<B: Unpack>(mut self, unpack: B) {
-        let rows = self.contexts.len() / self.stride;
+        let rows = self.contexts.len();
         assert!(rows <= B::MOST_ROWS);
         // Each number of contexts would be a kernel of its own; those between read one context twice.
         match rows {
@@ -65,41 +70,59 @@ impl BlockKernel for FewDots<'_, '_> {
 }
 
 impl FewDots<'_, '_> {
-    /// Multiplies all ids, `IDS` at a time. One context has four ids, as their sums are so many chains of products.
+    /// Multiplies all ids, `IDS` at a time. One context has four ids, as their sums are so many chains of products. If
+    /// the contexts are larger than the first-level cache, some of their columns stay there while the ids of a group
+    /// pass, whose sums wait lane by lane.
     #[inline(always)]
     fn multiply<const ROWS: usize, const IDS: usize, B: Unpack>(&mut self, unpack: B) {
-        let mut id = 0;
-        for rows in self.rows.chunks(IDS * self.row_bytes) {
+        let v = unpack.simd();
+        let blocks = self.row_bytes / size_of::<B::Block>();
+        let column_blocks = (COLUMN_BYTES / (ROWS * B::UNITS * B::WEIGHTS * size_of::<f32>())).max(1);
+        let group_bytes = GROUP * IDS * self.row_bytes;
+        for (group, rows) in self.rows.chunks(group_bytes).enumerate() {
             let ids = rows.len() / self.row_bytes;
-            // The last ids are fewer: the last one is multiplied again in place of those that lack.
-            let mut blocks: [&[B::Block]; IDS] = [&[]; IDS];
-            for n in 0..IDS {
-                blocks[n] = B::blocks(&rows[n.min(ids - 1) * self.row_bytes..][..self.row_bytes]);
-            }
-            let sums = self.sums::<ROWS, IDS, B>(unpack, blocks);
-            for (row, sums) in sums.iter().enumerate().take(self.contexts.len() / self.stride) {
-                for (to, &sum) in self.to.row_mut(row)[id..id + ids].iter_mut().zip(sums) {
-                    *to = if self.is_added { *to + sum } else { sum };
+            let mut sums = [[[v.splat(0.0); IDS]; ROWS]; GROUP];
+            for first in (0..blocks).step_by(column_blocks) {
+                let columns = first..blocks.min(first + column_blocks);
+                for (i, sums) in sums.iter_mut().enumerate().take(ids.div_ceil(IDS)) {
+                    // The last ids are fewer: the last one is multiplied again in place of those that lack.
+                    let mut blocks: [&[B::Block]; IDS] = [&[]; IDS];
+                    for n in 0..IDS {
+                        let id = (i * IDS + n).min(ids - 1);
+                        blocks[n] = &B::blocks(&rows[id * self.row_bytes..][..self.row_bytes])[columns.clone()];
+                    }
+                    *sums = self.add::<ROWS, IDS, B>(unpack, blocks, columns.start, *sums);
                 }
             }
-            id += ids;
+            for (i, sums) in sums.iter().enumerate().take(ids.div_ceil(IDS)) {
+                let first = i * IDS;
+                for row in 0..self.contexts.len().min(ROWS) {
+                    let to = &mut self.to.row_mut(row)[group * GROUP * IDS + first..][..IDS.min(ids - first)];
+                    for (to, &sum) in to.iter_mut().zip(&sums[row]) {
+                        let sum = v.sum(sum);
+                        *to = if self.is_added { *to + sum } else { sum };
+                    }
+                }
+            }
         }
     }
 
-    /// Computes the products of all contexts with some ids.
+    /// Adds the products of all contexts with some blocks of some ids, of which `first` is the first, to their sums.
     #[inline(always)]
-    fn sums<const ROWS: usize, const IDS: usize, B: Unpack>(
+    fn add<const ROWS: usize, const IDS: usize, B: Unpack>(
         &self,
         unpack: B,
         ids: [&[B::Block]; IDS],
-    ) -> [[f32; IDS]; ROWS] {
+        first: usize,
+        mut sums: [[<B::Simd as Vector<f32>>::Reg; IDS]; ROWS],
+    ) -> [[<B::Simd as Vector<f32>>::Reg; IDS]; ROWS] {
         let v = unpack.simd();
-        let last = self.contexts.len() / self.stride - 1;
+        let last = self.contexts.len() - 1;
+        let first = first * B::UNITS * B::WEIGHTS;
         let mut contexts: [&[<B::Simd as Vector<f32>>::Reg]; ROWS] = [&[]; ROWS];
         for (row, context) in contexts.iter_mut().enumerate() {
-            *context = B::Simd::split(&self.contexts[row.min(last) * self.stride..][..self.width]).0;
+            *context = B::Simd::split(self.contexts.part(row.min(last), first..self.width)).0;
         }
-        let mut sums = [[v.splat(0.0); IDS]; ROWS];
         for (b, block) in ids[0].iter().enumerate() {
             let mut scales = [unpack.scales(block); IDS];
             for id in 0..IDS {
@@ -126,12 +149,6 @@ impl FewDots<'_, '_> {
                 }
             });
         }
-        let mut results = [[0.0; IDS]; ROWS];
-        for row in 0..ROWS {
-            for id in 0..IDS {
-                results[row][id] = v.sum(sums[row][id]);
-            }
-        }
-        results
+        sums
     }
 }

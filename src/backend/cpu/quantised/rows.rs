@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::blocks::Blocks;
 use crate::backend::cpu::operands::blocks::BlockRows;
 use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::products::gemv::ContextRows;
 use crate::backend::cpu::vector::simd::Isa;
 
 /// Rows in blocks, and the instruction set that reads them.
@@ -18,7 +19,7 @@ impl BlockRows<f32> for QuantisedRows<'_> {
         self.blocks.dequantise(self.isa, ids, stride, to);
     }
 
-    fn multiply(&self, contexts: &[f32], ids: Range<usize>, is_added: bool, to: &mut ViewMut<'_, f32>) {
+    fn multiply(&self, contexts: ContextRows<'_, f32>, ids: Range<usize>, is_added: bool, to: &mut ViewMut<'_, f32>) {
         self.blocks.dots(self.isa, contexts, ids, is_added, to);
     }
 }

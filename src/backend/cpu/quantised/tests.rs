@@ -6,6 +6,7 @@ use candle_core::{Device, Tensor};
 use super::blocks::Blocks;
 use super::kind::BlockType;
 use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::products::gemv::ContextRows;
 use crate::backend::cpu::vector::simd::Isa;
 use crate::backend::plan::Kernels;
 
@@ -49,6 +50,7 @@ impl Rows {
         let rows = contexts.len() / self.width;
         let mut to = vec![1.0; rows * ids.len()];
         let view = &mut ViewMut::new(&mut to, rows, ids.len(), ids.len());
+        let contexts = ContextRows { values: contexts, stride: self.width };
         self.blocks().dots(isa, contexts, ids.clone(), false, view);
         to
     }
@@ -162,7 +164,8 @@ fn products_are_added_to_what_there_is() {
             for n in [1, 3, 9] {
                 let contexts = numbers(n * rows.width, 5);
                 let mut to = vec![2.0; n * 6];
-                rows.blocks().dots(isa, &contexts, 0..6, true, &mut ViewMut::new(&mut to, n, 6, 6));
+                let context_rows = ContextRows { values: &contexts, stride: rows.width };
+                rows.blocks().dots(isa, context_rows, 0..6, true, &mut ViewMut::new(&mut to, n, 6, 6));
                 let expected: Vec<f32> = rows.dots(isa, &contexts, 0..6).iter().map(|x| x + 2.0).collect();
                 assert_eq!(bits(&to), bits(&expected), "{dtype:?} {n}");
             }

@@ -8,7 +8,6 @@
 //! is read from where it lies. The two forms add in another order. In decoding the number of components chooses between
 //! them, so that a position has the same bits, and a sampler draws the same ids, whatever else is in the batch.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
 use super::gradients::VOCAB_TILE;
@@ -17,7 +16,7 @@ use crate::backend::cpu::operands::decoder::{DecoderMatrix, DecoderView, MatrixV
 use crate::backend::cpu::operands::dtype::{with_values, Accumulator, Stored};
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::operands::transpose::transpose;
-use crate::backend::cpu::products::gemv::DecoderDots;
+use crate::backend::cpu::products::gemv::{padded_stride, ContextRows, DecoderDots};
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::Panel;
 use crate::backend::cpu::products::panel::{Left, Registers};
@@ -51,9 +50,7 @@ impl FormChoice {
 /// The first product of a multiplier.
 pub(crate) trait FirstProduct<F: Accumulator>: Copy + Send + Sync {
     /// The contexts as an operand.
-    type Contexts<'c>: Sync
-    where
-        F: 'c;
+    type Contexts: Sync;
     /// The buffers of a thread.
     type Buffers: Default + Send;
 
@@ -64,12 +61,12 @@ pub(crate) trait FirstProduct<F: Accumulator>: Copy + Send + Sync {
     fn workspace(self, d: usize, vocab: usize) -> Workspace;
 
     /// Makes the contexts an operand of the form that `form` chooses.
-    fn contexts<'c>(self, contexts: &'c [F], decoder: &DecoderView<'_, F>, form: FormChoice) -> Self::Contexts<'c>;
+    fn contexts(self, contexts: &[F], decoder: &DecoderView<'_, F>, form: FormChoice) -> Self::Contexts;
 
     /// Writes the products of all rows and of these ids to the columns of a tile, from the first on.
     fn multiply(
         self,
-        contexts: &Self::Contexts<'_>,
+        contexts: &Self::Contexts,
         decoder: &DecoderView<'_, F>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, F>,
@@ -129,11 +126,17 @@ impl<F: Accumulator, X: FirstProduct<F>> LogitTiles<F> for X {
 }
 
 /// The contexts of a chunk as an operand, in one of two forms.
-pub(crate) enum PackedContexts<'c, F: Copy> {
-    /// The rows of inner products: for each part of the decoder the contexts' columns, `[rows, columns]`.
-    Rows(Vec<Cow<'c, [F]>>),
+pub(crate) enum PackedContexts<F> {
+    /// The rows of inner products: for each part of the decoder the contexts' columns, padded.
+    Rows(Vec<PaddedRows<F>>),
     /// Panels whose rows are lanes of registers.
     Panels(Panels<F>),
+}
+
+/// Some columns of contexts, `[rows, stride]`.
+pub(crate) struct PaddedRows<F> {
+    values: Aligned<F>,
+    stride: usize,
 }
 
 /// Contexts whose rows are lanes of registers.
@@ -154,10 +157,7 @@ pub(crate) struct VectorBuffers<F> {
 }
 
 impl<F: Accumulator> FirstProduct<F> for Vectors {
-    type Contexts<'c>
-        = PackedContexts<'c, F>
-    where
-        F: 'c;
+    type Contexts = PackedContexts<F>;
     type Buffers = VectorBuffers<F>;
 
     fn isa(self) -> Isa {
@@ -169,11 +169,12 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
         let ids = ids_at_a_time::<F>(d).min(vocab);
         let (widened, element) = (if self.copies_rows { d } else { 0 }, size_of::<F>());
         let per_thread = (ids * (widened + width) + 3 * CACHE_LINE) * element;
-        // The last panel is padded.
-        Workspace { per_row: d * element, fixed: lanes * d * element, per_thread }
+        // The last panel is padded, and so are the columns of weight and adapter as rows of inner products.
+        let per_row = (padded_stride::<F>(d) + padded_stride::<F>(1)) * element;
+        Workspace { per_row, fixed: lanes * d * element, per_thread }
     }
 
-    fn contexts<'c>(self, contexts: &'c [F], decoder: &DecoderView<'_, F>, form: FormChoice) -> PackedContexts<'c, F> {
+    fn contexts(self, contexts: &[F], decoder: &DecoderView<'_, F>, form: FormChoice) -> PackedContexts<F> {
         let Registers { lanes, .. } = Registers::for_isa::<F>(self.isa);
         let d = decoder.width();
         let rows = contexts.len() / d;
@@ -183,19 +184,12 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
         if decoder.weight.is_transposed() || rows > most {
             return PackedContexts::Panels(Panels::new(self.isa, contexts, d));
         }
-        let part_contexts = |columns: Range<usize>| {
-            if columns.len() < d {
-                Cow::Owned(copy_columns(contexts, d, columns))
-            } else {
-                Cow::Borrowed(contexts)
-            }
-        };
-        PackedContexts::Rows(decoder.matrices().map(|(columns, _)| part_contexts(columns)).collect())
+        PackedContexts::Rows(decoder.matrices().map(|(columns, _)| PaddedRows::new(contexts, d, columns)).collect())
     }
 
     fn multiply(
         self,
-        contexts: &PackedContexts<'_, F>,
+        contexts: &PackedContexts<F>,
         decoder: &DecoderView<'_, F>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, F>,
@@ -204,6 +198,7 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
         match contexts {
             PackedContexts::Rows(parts) => {
                 for (contexts, (columns, matrix)) in parts.iter().zip(decoder.matrices()) {
+                    let contexts = ContextRows { values: &contexts.values, stride: contexts.stride };
                     let (d, is_added, to) = (columns.len(), columns.start > 0, &mut *tile);
                     match matrix.values {
                         MatrixValues::Rows(values) => {
@@ -334,11 +329,16 @@ fn ids_at_a_time<F>(d: usize) -> usize {
     (BYTES / (d * size_of::<F>()).max(1) / STEP).clamp(1, 2) * STEP
 }
 
-/// Copies some columns of contexts `[rows, d]`.
-fn copy_columns<F: Copy>(contexts: &[F], d: usize, columns: Range<usize>) -> Vec<F> {
-    let mut copy = Vec::with_capacity(contexts.len() / d * columns.len());
-    contexts.chunks_exact(d).for_each(|row| copy.extend_from_slice(&row[columns.clone()]));
-    copy
+impl<F: Float> PaddedRows<F> {
+    /// Copies some columns of contexts `[rows, d]`.
+    fn new(contexts: &[F], d: usize, columns: Range<usize>) -> Self {
+        let stride = padded_stride::<F>(columns.len());
+        let mut values: Aligned<F> = Aligned::zeros(contexts.len() / d * stride);
+        for (to, context) in values.chunks_exact_mut(stride).zip(contexts.chunks_exact(d)) {
+            to[..columns.len()].copy_from_slice(&context[columns.clone()]);
+        }
+        PaddedRows { values, stride }
+    }
 }
 
 #[cfg(test)]

@@ -28,9 +28,9 @@ const IDS: usize = 2 * SIDE;
 const ROWS: usize = SIDE;
 
 /// The contexts of a chunk as an operand.
-pub(crate) enum TileContexts<'c> {
+pub(crate) enum TileContexts {
     /// A few rows, which vectors multiply.
-    Few(PackedContexts<'c, f32>),
+    Few(PackedContexts<f32>),
     /// Squares in bf16, which the tile unit multiplies.
     Squares(Aligned<bf16>),
 }
@@ -46,7 +46,7 @@ pub(crate) struct Buffers {
 }
 
 impl FirstProduct<f32> for Tiles {
-    type Contexts<'c> = TileContexts<'c>;
+    type Contexts = TileContexts;
     type Buffers = Buffers;
 
     fn isa(self) -> Isa {
@@ -64,7 +64,7 @@ impl FirstProduct<f32> for Tiles {
         }
     }
 
-    fn contexts<'c>(self, contexts: &'c [f32], decoder: &DecoderView<'_, f32>, form: FormChoice) -> TileContexts<'c> {
+    fn contexts(self, contexts: &[f32], decoder: &DecoderView<'_, f32>, form: FormChoice) -> TileContexts {
         let d = decoder.width();
         let most = if self.dtype == DType::BF16 { FEW_BF16_ROWS } else { FEW_WIDE_ROWS };
         if form.choosing_rows(contexts.len() / d) <= most && !decoder.weight.is_transposed() {
@@ -87,7 +87,7 @@ impl FirstProduct<f32> for Tiles {
 
     fn multiply(
         self,
-        contexts: &TileContexts<'_>,
+        contexts: &TileContexts,
         decoder: &DecoderView<'_, f32>,
         ids: Range<usize>,
         tile: &mut ViewMut<'_, f32>,

@@ -19,10 +19,11 @@ mutant cpu/quantised/avx512.rs '_mm512_set1_ps(160.0)' '_mm512_set1_ps(128.0)'
 mutant cpu/quantised/avx512.rs 'NIBBLES.map(|q| q - 8.0)' 'NIBBLES'
 
 # Products
-mutant cpu/quantised/few.rs 'rows[n.min(ids - 1) * self.row_bytes..]' 'rows[n.min(ids - 1) / 2 * self.row_bytes..]'
+mutant cpu/quantised/few.rs '(i * IDS + n).min(ids - 1)' '(i * IDS + n).min(ids - 1) / 2'
 mutant cpu/quantised/few.rs 'if self.is_added { *to + sum } else { sum }' 'sum'
 mutant cpu/quantised/few.rs 'let at = b * B::UNITS + UNIT;' 'let at = b * B::UNITS;'
-mutant cpu/quantised/few.rs 'row.min(last) * self.stride' '0 * self.stride'
+mutant cpu/quantised/few.rs 'part(row.min(last), first..' 'part(0, first..'
+mutant cpu/quantised/few.rs ', first..self.width)' ', 0..self.width)'
 mutant cpu/quantised/blocks.rs 'first - ids.start..block.end - ids.start' '0..block.len()'
 mutant cpu/quantised/unpacking.rs 'Isa::Avx512(unpacking.simd()),' 'Isa::Avx2(*unpacking.simd()),'
 

@@ -6,7 +6,6 @@ use std::ops::Range;
 
 use num_traits::Zero;
 
-use super::many_dots::{tile_ids, ManyDots};
 use crate::backend::cpu::memory::{prefetch, prefetch_to_second_level, streams_through_second_level, CACHE_LINE};
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::ViewMut;
@@ -16,9 +15,6 @@ use crate::backend::cpu::vector::simd::{Kernel, Vector};
 const MOST_CONTEXTS: usize = 96;
 /// The number of contexts whose sums stay in registers.
 const ROWS: usize = 6;
-/// The maximum number of contexts whose products are limited by the reads of the decoder. The contexts of more come from
-/// the first-level cache in blocks ([`ManyDots`]).
-const FEW_CONTEXTS: usize = 3 * ROWS;
 /// The maximum number of contexts whose products are so much faster than the reads of the decoder that it may come from
 /// the second-level cache.
 const MOST_STREAMED: usize = 2 * ROWS;
@@ -31,13 +27,10 @@ pub(crate) struct ContextRows<'a, F> {
     pub(crate) stride: usize,
 }
 
-/// The bytes between two contexts that are copied. Without them, contexts of a power of two would lie in the same sets
-/// of the first-level cache.
-const PADDING_BYTES: usize = CACHE_LINE;
-
-/// Returns the distance of contexts of `d` elements that are copied.
+/// Returns the distance of copied contexts of `d` elements: whole cache lines, and one more. Without it, contexts of a
+/// power of two would lie in the same sets of the first-level cache.
 pub(crate) fn padded_stride<F>(d: usize) -> usize {
-    (d * size_of::<F>()).next_multiple_of(CACHE_LINE) / size_of::<F>() + PADDING_BYTES / size_of::<F>()
+    ((d * size_of::<F>()).div_ceil(CACHE_LINE) + 1) * CACHE_LINE / size_of::<F>()
 }
 
 impl<'a, F: Copy> ContextRows<'a, F> {
@@ -78,19 +71,8 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
         let DecoderDots { contexts, decoder, d, is_added, to } = self;
         let ids = decoder.len() / d;
         let is_streamed = streams_through_second_level();
-        let mut sums = Vec::new();
         for first_row in (0..contexts.len()).step_by(MOST_CONTEXTS) {
             let contexts = contexts.some(first_row, MOST_CONTEXTS);
-            if contexts.len() > FEW_CONTEXTS {
-                let ids = tile_ids::<T::Acc>(d);
-                for (tile, rows) in decoder.chunks(ids * d).enumerate() {
-                    let next = decoder.get((tile + 1) * ids * d..).unwrap_or(&[]);
-                    let next = &next[..next.len().min(ids * d)];
-                    let to = &mut ProductColumns { matrix: to, first_row, first_id: tile * ids, is_added };
-                    ManyDots { contexts, decoder: rows, d, next }.multiply(v, &mut sums, to);
-                }
-                continue;
-            }
             let to_second_level = is_streamed && contexts.len() <= MOST_STREAMED;
             let mut id = 0;
             while id < ids {
@@ -114,7 +96,7 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
 }
 
 /// The columns of a matrix in which the products of some ids are stored.
-pub(super) struct ProductColumns<'a, 'b, F> {
+struct ProductColumns<'a, 'b, F> {
     matrix: &'a mut ViewMut<'b, F>,
     /// The row that belongs to the first context of a block.
     first_row: usize,
@@ -124,9 +106,9 @@ pub(super) struct ProductColumns<'a, 'b, F> {
 }
 
 impl<F: Copy + std::ops::AddAssign> ProductColumns<'_, '_, F> {
-    /// Stores the products of a context of the block with some ids, the first of which is `id`.
-    pub(super) fn store(&mut self, row: usize, id: usize, sums: &[F]) {
-        let to = &mut self.matrix.row_mut(self.first_row + row)[self.first_id + id..][..sums.len()];
+    /// Stores the products of a context of the block, one for each id.
+    fn store(&mut self, row: usize, sums: &[F]) {
+        let to = &mut self.matrix.row_mut(self.first_row + row)[self.first_id..][..sums.len()];
         if self.is_added {
             to.iter_mut().zip(sums).for_each(|(to, &sum)| *to += sum)
         } else {
@@ -183,7 +165,7 @@ fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     };
     let mut row = 0;
     let mut store = |sums: &[[T::Acc; IDS]]| {
-        sums.iter().enumerate().for_each(|(i, sums)| to.store(row + i, 0, sums));
+        sums.iter().enumerate().for_each(|(i, sums)| to.store(row + i, sums));
         row += sums.len();
     };
     let whole = contexts.len() / ROWS * ROWS;
@@ -211,7 +193,7 @@ fn multiply_id<T: Element, V: Vector<T::Acc>>(
     to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
     for row in 0..contexts.len() {
-        to.store(row, 0, &dots::<1, 1, T, V>(v, contexts.some(row, 1), [id], Next::NONE)[0]);
+        to.store(row, &dots::<1, 1, T, V>(v, contexts.some(row, 1), [id], Next::NONE)[0]);
     }
     1
 }

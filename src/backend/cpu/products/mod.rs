@@ -4,7 +4,6 @@ pub(crate) mod decoder_squares;
 pub(crate) mod gemv;
 pub(crate) mod linear;
 pub(crate) mod lists;
-mod many_dots;
 pub(crate) mod matmul;
 pub(crate) mod multiplier;
 pub(crate) mod panel;

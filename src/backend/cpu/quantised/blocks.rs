@@ -6,6 +6,7 @@ use super::block;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::few::{Dequantise, FewDots};
 use super::kind::BlockType;
+use super::many::{self, ManyDots};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::unpacking::Unpacking;
 use crate::backend::cpu::operands::matrix::ViewMut;
@@ -95,7 +96,11 @@ impl<'a> Blocks<'a> {
             let decoder = &mut tile[..block.len() * self.width];
             self.dequantise(isa, block.clone(), self.width, decoder);
             let to = &mut to.columns(first - ids.start..block.end - ids.start);
-            f32::dispatch(isa, DecoderDots { contexts, decoder: &*decoder, d: self.width, is_added, to });
+            if many::serves(contexts.len(), self.width) {
+                f32::dispatch(isa, ManyDots { contexts, tile: decoder, width: self.width, is_added, to });
+            } else {
+                f32::dispatch(isa, DecoderDots { contexts, decoder: &*decoder, d: self.width, is_added, to });
+            }
         }
     }
 

@@ -91,7 +91,7 @@ impl FewDots<'_, '_> {
                         let id = (i * IDS + n).min(ids - 1);
                         blocks[n] = &B::blocks(&rows[id * self.row_bytes..][..self.row_bytes])[columns.clone()];
                     }
-                    *sums = self.add::<ROWS, IDS, B>(unpack, blocks, columns.start, *sums);
+                    self.add::<ROWS, IDS, B>(unpack, blocks, columns.start, sums);
                 }
             }
             for (i, sums) in sums.iter().enumerate().take(ids.div_ceil(IDS)) {
@@ -114,8 +114,8 @@ impl FewDots<'_, '_> {
         unpack: B,
         ids: [&[B::Block]; IDS],
         first: usize,
-        mut sums: [[<B::Simd as Vector<f32>>::Reg; IDS]; ROWS],
-    ) -> [[<B::Simd as Vector<f32>>::Reg; IDS]; ROWS] {
+        to: &mut [[<B::Simd as Vector<f32>>::Reg; IDS]; ROWS],
+    ) {
         let v = unpack.simd();
         let last = self.contexts.len() - 1;
         let first = first * B::UNITS * B::WEIGHTS;
@@ -123,6 +123,7 @@ impl FewDots<'_, '_> {
         for (row, context) in contexts.iter_mut().enumerate() {
             *context = B::Simd::split(self.contexts.part(row.min(last), first..self.width)).0;
         }
+        let mut sums = *to;
         for (b, block) in ids[0].iter().enumerate() {
             let mut scales = [unpack.scales(block); IDS];
             for id in 0..IDS {
@@ -149,6 +150,6 @@ impl FewDots<'_, '_> {
                 }
             });
         }
-        sums
+        *to = sums;
     }
 }

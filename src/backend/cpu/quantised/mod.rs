@@ -21,6 +21,7 @@ mod bytes;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod few;
 pub(crate) mod kind;
+mod many;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 pub(crate) mod rows;

@@ -1,0 +1,122 @@
+//! The products of many contexts with wide rows, which are copied to a tile. A group of contexts stays in the first-level
+//! cache while the tile passes; for that, both are cut into blocks of columns, between which the sums wait in memory,
+//! lane by lane. So the terms of a sum are added in the order of [`DecoderDots`](super::super::products::gemv::DecoderDots).
+
+use std::ops::Range;
+
+use crate::backend::cpu::operands::matrix::ViewMut;
+use crate::backend::cpu::products::gemv::ContextRows;
+use crate::backend::cpu::vector::simd::{Kernel, Vector};
+
+/// The least contexts, and the least columns, with which a tile is multiplied in blocks of columns. With fewer, what
+/// is multiplied at a time stays in the cache anyway.
+const LEAST: (usize, usize) = if cfg!(test) { (19, 257) } else { (19, 1025) };
+/// The number of ids whose sums stay in registers.
+const IDS: usize = 3;
+/// The columns of a block.
+const COLUMNS: usize = if cfg!(test) { 256 } else { 512 };
+
+/// Returns whether [`ManyDots`] serves so many contexts of this width.
+pub(super) fn serves(contexts: usize, width: usize) -> bool {
+    contexts >= LEAST.0 && width >= LEAST.1
+}
+
+/// Computes `to[row, id] = contexts[row] . tile[id]`, or adds these products.
+pub(super) struct ManyDots<'a, 'b> {
+    pub(super) contexts: ContextRows<'a, f32>,
+    /// `[ids, width]`, where the width is a multiple of a register's lanes.
+    pub(super) tile: &'a [f32],
+    pub(super) width: usize,
+    pub(super) is_added: bool,
+    pub(super) to: &'a mut ViewMut<'b, f32>,
+}
+
+impl Kernel<f32> for ManyDots<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<f32>>(self, v: V) {
+        let (rows, ids) = (self.contexts.len(), self.tile.len() / self.width);
+        // `[group of ids][row][id]`
+        let mut sums = vec![[v.splat(0.0); IDS]; ids.div_ceil(IDS) * rows];
+        for first in (0..self.width).step_by(COLUMNS) {
+            let columns = first..self.width.min(first + COLUMNS);
+            let mut row = 0;
+            while row < rows {
+                row += match rows - row {
+                    8.. if const { V::REGISTERS >= 32 } => self.add_group::<8, V>(v, row, &columns, &mut sums),
+                    4.. => self.add_group::<4, V>(v, row, &columns, &mut sums),
+                    2.. => self.add_group::<2, V>(v, row, &columns, &mut sums),
+                    _ => self.add_group::<1, V>(v, row, &columns, &mut sums),
+                };
+            }
+        }
+        for row in 0..rows {
+            let to = self.to.row_mut(row).chunks_mut(IDS);
+            for (to, sums) in to.zip(sums.chunks_exact(rows)) {
+                for (to, &sum) in to.iter_mut().zip(&sums[row]) {
+                    let sum = v.sum(sum);
+                    *to = if self.is_added { *to + sum } else { sum };
+                }
+            }
+        }
+    }
+}
+
+impl ManyDots<'_, '_> {
+    /// Adds the products of some columns to the sums of `ROWS` contexts and all ids; returns `ROWS`.
+    #[inline(always)]
+    fn add_group<const ROWS: usize, V: Vector<f32>>(
+        &self,
+        v: V,
+        row: usize,
+        columns: &Range<usize>,
+        sums: &mut [[V::Reg; IDS]],
+    ) -> usize {
+        let &ManyDots { contexts, tile, width, .. } = self;
+        let ids = tile.len() / width;
+        let mut group_contexts: [&[V::Reg]; ROWS] = [&[]; ROWS];
+        for i in 0..ROWS {
+            group_contexts[i] = V::split(contexts.part(row + i, columns.clone())).0;
+        }
+        for (group, sums) in sums.chunks_exact_mut(contexts.len()).enumerate() {
+            // The last ids are fewer: the last one is multiplied again in place of those that lack.
+            let mut group_ids: [&[V::Reg]; IDS] = [&[]; IDS];
+            for i in 0..IDS {
+                group_ids[i] = V::split(&tile[(group * IDS + i).min(ids - 1) * width..][columns.clone()]).0;
+            }
+            add(v, group_contexts, group_ids, columns.start == 0, &mut sums[row..]);
+        }
+        ROWS
+    }
+}
+
+/// Adds the inner products of `ROWS` contexts with `IDS` ids to their sums, or starts these.
+#[inline(always)]
+fn add<const ROWS: usize, V: Vector<f32>>(
+    v: V,
+    mut contexts: [&[V::Reg]; ROWS],
+    mut ids: [&[V::Reg]; IDS],
+    is_first: bool,
+    to: &mut [[V::Reg; IDS]],
+) {
+    let n = ids[0].len();
+    for id in 0..IDS {
+        ids[id] = &ids[id][..n];
+    }
+    for row in 0..ROWS {
+        contexts[row] = &contexts[row][..n];
+    }
+    let mut sums = [[v.splat(0.0); IDS]; ROWS];
+    if !is_first {
+        sums.copy_from_slice(&to[..ROWS]);
+    }
+    for i in 0..n {
+        for row in 0..ROWS {
+            for id in 0..IDS {
+                sums[row][id] = v.mul_add(contexts[row][i], ids[id][i], sums[row][id]);
+            }
+        }
+    }
+    to[..ROWS].copy_from_slice(&sums);
+}

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
+use super::context_rows::ContextRows;
 use super::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::ContextRows;
 
 /// Rows `[vocab, d]` in blocks, which are computed in `F`. No type but f32 has such rows.
 pub(crate) trait BlockRows<F>: Sync {

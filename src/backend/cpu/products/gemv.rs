@@ -2,11 +2,10 @@
 //! stay as they are stored, half precision is widened in registers, and each loaded register serves the sums of several
 //! contexts and ids.
 
-use std::ops::Range;
-
 use num_traits::Zero;
 
 use crate::backend::cpu::memory::{prefetch, prefetch_to_second_level, streams_through_second_level, CACHE_LINE};
+use crate::backend::cpu::operands::context_rows::ContextRows;
 use crate::backend::cpu::operands::dtype::Element;
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Kernel, Vector};
@@ -18,39 +17,6 @@ const ROWS: usize = 6;
 /// The maximum number of contexts whose products are so much faster than the reads of the decoder that it may come from
 /// the second-level cache.
 const MOST_STREAMED: usize = 2 * ROWS;
-
-/// Contexts that start `stride` elements apart.
-#[derive(Clone, Copy)]
-pub(crate) struct ContextRows<'a, F> {
-    /// `[rows, stride]`
-    pub(crate) values: &'a [F],
-    pub(crate) stride: usize,
-}
-
-/// Returns the distance of copied contexts of `d` elements: whole cache lines, and one more. Without it, contexts of a
-/// power of two would lie in the same sets of the first-level cache.
-pub(crate) fn padded_stride<F>(d: usize) -> usize {
-    ((d * size_of::<F>()).div_ceil(CACHE_LINE) + 1) * CACHE_LINE / size_of::<F>()
-}
-
-impl<'a, F: Copy> ContextRows<'a, F> {
-    /// Returns the number of contexts.
-    pub(crate) fn len(self) -> usize {
-        self.values.len() / self.stride
-    }
-
-    /// Returns the contexts from the `first` on, at most `most`.
-    pub(super) fn some(self, first: usize, most: usize) -> Self {
-        let end = self.len().min(first + most);
-        ContextRows { values: &self.values[first * self.stride..end * self.stride], ..self }
-    }
-
-    /// Returns some columns of a context.
-    #[inline(always)]
-    pub(crate) fn part(self, row: usize, columns: Range<usize>) -> &'a [F] {
-        &self.values[row * self.stride..][columns]
-    }
-}
 
 /// Computes `to[row, id] = contexts[row] . decoder[id]`.
 pub(crate) struct DecoderDots<'a, 'b, T: Element> {

@@ -6,9 +6,10 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::gemv::{ContextRows, DecoderDots};
+use super::gemv::DecoderDots;
 use super::matmul;
 use crate::backend::cpu::memory::zeros;
+use crate::backend::cpu::operands::context_rows::ContextRows;
 use crate::backend::cpu::operands::dtype::{locked, rounded, with_accumulator, with_values, Accumulator};
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::tiles::unit::TileUnit;

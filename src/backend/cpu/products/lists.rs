@@ -8,8 +8,9 @@ use candle_core::{DType, Device, Tensor};
 use num_traits::Zero;
 use rayon::prelude::*;
 
-use super::gemv::{dots, ContextRows, Next};
+use super::gemv::{dots, Next};
 use crate::backend::cpu::locked_weight::locked_weight;
+use crate::backend::cpu::operands::context_rows::ContextRows;
 use crate::backend::cpu::operands::decoder::{DecoderMatrix, MatrixValues};
 use crate::backend::cpu::operands::dtype::{
     locked, with_accumulator, with_slice, with_values, Accumulator, Element, Stored,

@@ -9,8 +9,9 @@ use super::kind::BlockType;
 use super::many::{self, ManyDots};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::unpacking::Unpacking;
+use crate::backend::cpu::operands::context_rows::ContextRows;
 use crate::backend::cpu::operands::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::{ContextRows, DecoderDots};
+use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::vector::simd::{Float, Isa};
 
 /// Rows of whole blocks, one after the other.

@@ -2,8 +2,8 @@
 
 use super::unpack::{for_each_unit, BlockKernel, Unpack};
 use crate::backend::cpu::memory::{prefetch_to_second_level, CACHE_LINE};
+use crate::backend::cpu::operands::context_rows::ContextRows;
 use crate::backend::cpu::operands::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::ContextRows;
 use crate::backend::cpu::vector::simd::Vector;
 
 /// The bytes of the columns of contexts that stay in the first-level cache. The unit tests' contexts are small, and are
@@ -87,18 +87,18 @@ impl FewDots<'_, '_> {
                 for (i, sums) in sums.iter_mut().enumerate().take(ids.div_ceil(IDS)) {
                     // The last ids are fewer: the last one is multiplied again in place of those that lack.
                     let mut blocks: [&[B::Block]; IDS] = [&[]; IDS];
-                    for n in 0..IDS {
+                    for (n, block) in blocks.iter_mut().enumerate() {
                         let id = (i * IDS + n).min(ids - 1);
-                        blocks[n] = &B::blocks(&rows[id * self.row_bytes..][..self.row_bytes])[columns.clone()];
+                        *block = &B::blocks(&rows[id * self.row_bytes..][..self.row_bytes])[columns.clone()];
                     }
                     self.add::<ROWS, IDS, B>(unpack, blocks, columns.start, sums);
                 }
             }
             for (i, sums) in sums.iter().enumerate().take(ids.div_ceil(IDS)) {
                 let first = i * IDS;
-                for row in 0..self.contexts.len().min(ROWS) {
+                for (row, sums) in sums.iter().enumerate().take(self.contexts.len()) {
                     let to = &mut self.to.row_mut(row)[group * GROUP * IDS + first..][..IDS.min(ids - first)];
-                    for (to, &sum) in to.iter_mut().zip(&sums[row]) {
+                    for (to, &sum) in to.iter_mut().zip(sums) {
                         let sum = v.sum(sum);
                         *to = if self.is_added { *to + sum } else { sum };
                     }

@@ -4,8 +4,8 @@
 
 use std::ops::Range;
 
+use crate::backend::cpu::operands::context_rows::ContextRows;
 use crate::backend::cpu::operands::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::ContextRows;
 use crate::backend::cpu::vector::simd::{Kernel, Vector};
 
 /// The least contexts, and the least columns, with which a tile is multiplied in blocks of columns. With fewer, what
@@ -76,14 +76,14 @@ impl ManyDots<'_, '_> {
         let &ManyDots { contexts, tile, width, .. } = self;
         let ids = tile.len() / width;
         let mut group_contexts: [&[V::Reg]; ROWS] = [&[]; ROWS];
-        for i in 0..ROWS {
-            group_contexts[i] = V::split(contexts.part(row + i, columns.clone())).0;
+        for (i, context) in group_contexts.iter_mut().enumerate() {
+            *context = V::split(contexts.part(row + i, columns.clone())).0;
         }
         for (group, sums) in sums.chunks_exact_mut(contexts.len()).enumerate() {
             // The last ids are fewer: the last one is multiplied again in place of those that lack.
             let mut group_ids: [&[V::Reg]; IDS] = [&[]; IDS];
-            for i in 0..IDS {
-                group_ids[i] = V::split(&tile[(group * IDS + i).min(ids - 1) * width..][columns.clone()]).0;
+            for (i, id) in group_ids.iter_mut().enumerate() {
+                *id = V::split(&tile[(group * IDS + i).min(ids - 1) * width..][columns.clone()]).0;
             }
             add(v, group_contexts, group_ids, columns.start == 0, &mut sums[row..]);
         }
@@ -101,11 +101,11 @@ fn add<const ROWS: usize, V: Vector<f32>>(
     to: &mut [[V::Reg; IDS]],
 ) {
     let n = ids[0].len();
-    for id in 0..IDS {
-        ids[id] = &ids[id][..n];
+    for id in &mut ids {
+        *id = &id[..n];
     }
-    for row in 0..ROWS {
-        contexts[row] = &contexts[row][..n];
+    for context in &mut contexts {
+        *context = &context[..n];
     }
     let mut sums = [[v.splat(0.0); IDS]; ROWS];
     if !is_first {

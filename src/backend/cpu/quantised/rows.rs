@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::blocks::Blocks;
 use crate::backend::cpu::operands::blocks::BlockRows;
+use crate::backend::cpu::operands::context_rows::ContextRows;
 use crate::backend::cpu::operands::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::ContextRows;
 use crate::backend::cpu::vector::simd::Isa;
 
 /// Rows in blocks, and the instruction set that reads them.

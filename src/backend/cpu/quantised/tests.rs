@@ -5,8 +5,8 @@ use candle_core::{Device, Tensor};
 
 use super::blocks::Blocks;
 use super::kind::BlockType;
+use crate::backend::cpu::operands::context_rows::ContextRows;
 use crate::backend::cpu::operands::matrix::ViewMut;
-use crate::backend::cpu::products::gemv::ContextRows;
 use crate::backend::cpu::vector::simd::Isa;
 use crate::backend::plan::Kernels;
 

@@ -12,11 +12,12 @@ use std::ops::Range;
 
 use super::gradients::VOCAB_TILE;
 use crate::backend::cpu::memory::{Aligned, Workspace, CACHE_LINE};
+use crate::backend::cpu::operands::context_rows::{padded_stride, ContextRows};
 use crate::backend::cpu::operands::decoder::{DecoderMatrix, DecoderView, MatrixValues};
 use crate::backend::cpu::operands::dtype::{with_values, Accumulator, Stored};
 use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::operands::transpose::transpose;
-use crate::backend::cpu::products::gemv::{padded_stride, ContextRows, DecoderDots};
+use crate::backend::cpu::products::gemv::DecoderDots;
 use crate::backend::cpu::products::multiplier::Vectors;
 use crate::backend::cpu::products::panel::Panel;
 use crate::backend::cpu::products::panel::{Left, Registers};

@@ -40,7 +40,7 @@ impl Processor {
 
     /// Returns whether AVX512-BF16 multiplies pairs of bf16 so much faster than numbers in f32 that rounding the
     /// operands is worthwhile. On AMD's Zen 5 it does, and later processors of AMD are taken to as well; on Intel's
-    /// Sapphire Rapids it does not. Others have not been measured.
+    /// Sapphire Rapids it did not, with a slower kernel than today's. Others have not been measured.
     pub(super) fn has_fast_bf16_dots(self) -> bool {
         matches!(self, Processor::Amd { family: ZEN_5.. })
     }

@@ -24,8 +24,8 @@ impl<'a, F: Copy> ContextRows<'a, F> {
         self.values.len() / self.stride
     }
 
-    /// Returns the contexts from the `first` on, at most `most`.
-    pub(crate) fn some(self, first: usize, most: usize) -> Self {
+    /// Returns at most `most` contexts, from the `first` on.
+    pub(crate) fn block(self, first: usize, most: usize) -> Self {
         let end = self.len().min(first + most);
         ContextRows { values: &self.values[first * self.stride..end * self.stride], ..self }
     }

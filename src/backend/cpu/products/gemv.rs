@@ -38,7 +38,7 @@ impl<T: Element> Kernel<T::Acc> for DecoderDots<'_, '_, T> {
         let ids = decoder.len() / d;
         let is_streamed = streams_through_second_level();
         for first_row in (0..contexts.len()).step_by(MOST_CONTEXTS) {
-            let contexts = contexts.some(first_row, MOST_CONTEXTS);
+            let contexts = contexts.block(first_row, MOST_CONTEXTS);
             let to_second_level = is_streamed && contexts.len() <= MOST_STREAMED;
             let mut id = 0;
             while id < ids {
@@ -136,9 +136,9 @@ fn multiply_ids<const IDS: usize, T: Element, V: Vector<T::Acc>>(
     };
     let whole = contexts.len() / ROWS * ROWS;
     for first in (0..whole).step_by(ROWS) {
-        store(&dots::<ROWS, IDS, T, V>(v, contexts.some(first, ROWS), ids, take_next()));
+        store(&dots::<ROWS, IDS, T, V>(v, contexts.block(first, ROWS), ids, take_next()));
     }
-    let remaining = contexts.some(whole, ROWS);
+    let remaining = contexts.block(whole, ROWS);
     match remaining.len() {
         5 => store(&dots::<5, IDS, T, V>(v, remaining, ids, take_next())),
         4 => store(&dots::<4, IDS, T, V>(v, remaining, ids, take_next())),
@@ -159,7 +159,7 @@ fn multiply_id<T: Element, V: Vector<T::Acc>>(
     to: &mut ProductColumns<'_, '_, T::Acc>,
 ) -> usize {
     for row in 0..contexts.len() {
-        to.store(row, &dots::<1, 1, T, V>(v, contexts.some(row, 1), [id], Next::NONE)[0]);
+        to.store(row, &dots::<1, 1, T, V>(v, contexts.block(row, 1), [id], Next::NONE)[0]);
     }
     1
 }

@@ -11,6 +11,8 @@ use crate::backend::cpu::vector::simd::{Kernel, Vector};
 /// The least contexts, and the least columns, with which a tile is multiplied in blocks of columns. With fewer, what
 /// is multiplied at a time stays in the cache anyway.
 const LEAST: (usize, usize) = if cfg!(test) { (19, 257) } else { (19, 1025) };
+/// The most contexts that pass over a tile together.
+const MOST_ROWS: usize = 96;
 /// The number of ids whose sums stay in registers.
 const IDS: usize = 3;
 /// The columns of a block.
@@ -36,44 +38,64 @@ impl Kernel<f32> for ManyDots<'_, '_> {
 
     #[inline(always)]
     fn run<V: Vector<f32>>(self, v: V) {
-        let (rows, ids) = (self.contexts.len(), self.tile.len() / self.width);
-        // `[group of ids][row][id]`
-        let mut sums = vec![[v.splat(0.0); IDS]; ids.div_ceil(IDS) * rows];
-        for first in (0..self.width).step_by(COLUMNS) {
-            let columns = first..self.width.min(first + COLUMNS);
-            let mut row = 0;
-            while row < rows {
-                row += match rows - row {
-                    8.. if const { V::REGISTERS >= 32 } => self.add_group::<8, V>(v, row, &columns, &mut sums),
-                    4.. => self.add_group::<4, V>(v, row, &columns, &mut sums),
-                    2.. => self.add_group::<2, V>(v, row, &columns, &mut sums),
-                    _ => self.add_group::<1, V>(v, row, &columns, &mut sums),
-                };
-            }
-        }
-        for row in 0..rows {
-            let to = self.to.row_mut(row).chunks_mut(IDS);
-            for (to, sums) in to.zip(sums.chunks_exact(rows)) {
-                for (to, &sum) in to.iter_mut().zip(&sums[row]) {
-                    let sum = v.sum(sum);
-                    *to = if self.is_added { *to + sum } else { sum };
+        let ManyDots { contexts, tile, width, is_added, to } = self;
+        let groups = (tile.len() / width).div_ceil(IDS);
+        let mut sums = vec![[v.splat(0.0); IDS]; groups * MOST_ROWS.min(contexts.len())];
+        for first_row in (0..contexts.len()).step_by(MOST_ROWS) {
+            let contexts = contexts.block(first_row, MOST_ROWS);
+            let rows = contexts.len();
+            let mut tile = Sums { contexts, tile, width, sums: &mut sums[..groups * rows] };
+            tile.compute(v);
+            for row in 0..rows {
+                let to = to.row_mut(first_row + row).chunks_mut(IDS);
+                for (to, sums) in to.zip(tile.sums.chunks_exact(rows)) {
+                    for (to, &sum) in to.iter_mut().zip(&sums[row]) {
+                        let sum = v.sum(sum);
+                        *to = if is_added { *to + sum } else { sum };
+                    }
                 }
             }
         }
     }
 }
 
-impl ManyDots<'_, '_> {
+/// The sums of some contexts and the ids of a tile.
+struct Sums<'a, R> {
+    contexts: ContextRows<'a, f32>,
+    tile: &'a [f32],
+    width: usize,
+    /// `[group of ids][context][id]`
+    sums: &'a mut [[R; IDS]],
+}
+
+impl<R: Copy> Sums<'_, R> {
+    /// Computes all sums.
+    #[inline(always)]
+    fn compute<V: Vector<f32, Reg = R>>(&mut self, v: V) {
+        let rows = self.contexts.len();
+        for first in (0..self.width).step_by(COLUMNS) {
+            let columns = first..self.width.min(first + COLUMNS);
+            let mut row = 0;
+            while row < rows {
+                row += match rows - row {
+                    8.. if const { V::REGISTERS >= 32 } => self.add_group::<8, V>(v, row, &columns),
+                    4.. => self.add_group::<4, V>(v, row, &columns),
+                    2.. => self.add_group::<2, V>(v, row, &columns),
+                    _ => self.add_group::<1, V>(v, row, &columns),
+                };
+            }
+        }
+    }
+
     /// Adds the products of some columns to the sums of `ROWS` contexts and all ids; returns `ROWS`.
     #[inline(always)]
-    fn add_group<const ROWS: usize, V: Vector<f32>>(
-        &self,
+    fn add_group<const ROWS: usize, V: Vector<f32, Reg = R>>(
+        &mut self,
         v: V,
         row: usize,
         columns: &Range<usize>,
-        sums: &mut [[V::Reg; IDS]],
     ) -> usize {
-        let &ManyDots { contexts, tile, width, .. } = self;
+        let &mut Sums { contexts, tile, width, ref mut sums } = self;
         let ids = tile.len() / width;
         let mut group_contexts: [&[V::Reg]; ROWS] = [&[]; ROWS];
         for (i, context) in group_contexts.iter_mut().enumerate() {

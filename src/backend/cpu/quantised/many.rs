@@ -1,6 +1,7 @@
-//! The products of many contexts with wide rows, which are copied to a tile. A group of contexts stays in the first-level
-//! cache while the tile passes; for that, both are cut into blocks of columns, between which the sums wait in memory,
-//! lane by lane. So the terms of a sum are added in the order of [`DecoderDots`](super::super::products::gemv::DecoderDots).
+//! The products of many contexts with wide rows, which are copied to a tile. A group of contexts stays in the
+//! first-level cache while the tile passes; for that, both are cut into blocks of columns, between which the sums wait
+//! in memory, lane by lane. So the terms of a sum are added in the same order as in
+//! [`DecoderDots`](crate::backend::cpu::products::gemv::DecoderDots).
 
 use std::ops::Range;
 
@@ -9,7 +10,7 @@ use crate::backend::cpu::operands::matrix::ViewMut;
 use crate::backend::cpu::vector::simd::{Kernel, Vector};
 
 /// The least contexts, and the least columns, with which a tile is multiplied in blocks of columns. With fewer, what
-/// is multiplied at a time stays in the cache anyway.
+/// is multiplied at a time stays in the cache anyway. The unit tests' rows are narrow, and are cut too.
 const LEAST: (usize, usize) = if cfg!(test) { (19, 257) } else { (19, 1025) };
 /// The most contexts that pass over a tile together.
 const MOST_ROWS: usize = 96;

@@ -159,7 +159,8 @@ mod tests {
         (0..n).map(number).collect()
     }
 
-    /// The bits of a product on a unit, of operands with gaps between their squares. `has_special` is that of `numbers`.
+    /// The bits of a product on a unit, of operands with gaps between their squares. `has_special` is that of
+    /// `numbers`.
     fn product(unit: TileUnit, shape: Shape, is_added: bool, has_special: bool) -> Vec<u32> {
         let Shape { rows, columns, parts, .. } = shape;
         let (left, right) = operands(shape, has_special);

@@ -24,6 +24,8 @@ mutant cpu/quantised/few.rs 'if self.is_added { *to + sum } else { sum }' 'sum'
 mutant cpu/quantised/few.rs 'let at = b * B::UNITS + UNIT;' 'let at = b * B::UNITS;'
 mutant cpu/quantised/few.rs 'part(row.min(last), first..' 'part(0, first..'
 mutant cpu/quantised/few.rs ', first..self.width)' ', 0..self.width)'
+mutant cpu/quantised/many.rs 'columns.start == 0' 'true'
+mutant cpu/quantised/many.rs 'first_row + row' 'row'
 mutant cpu/quantised/blocks.rs 'first - ids.start..block.end - ids.start' '0..block.len()'
 mutant cpu/quantised/unpacking.rs 'Isa::Avx512(unpacking.simd()),' 'Isa::Avx2(*unpacking.simd()),'
 

@@ -70,26 +70,15 @@ impl<'a> Blocks<'a> {
         to: &mut ViewMut<'_, f32>,
     ) {
         #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        if let Some(unpacking) = Unpacking::new(isa) {
-            let (row_bytes, width) = (self.row_bytes(), self.width);
-            if contexts.len() <= unpacking.most_rows() {
-                let rows = self.bytes_of(ids);
+        let isa = match Unpacking::new(isa) {
+            Some(unpacking) if contexts.len() <= unpacking.most_rows() => {
+                let (rows, row_bytes, width) = (self.bytes_of(ids), self.row_bytes(), self.width);
                 return unpacking.run(self.kind, FewDots { contexts, rows, row_bytes, width, is_added, to });
             }
-            return self.dots_by_tiles(unpacking.isa(), contexts, ids, is_added, to);
-        }
-        self.dots_by_tiles(isa, contexts, ids, is_added, to);
-    }
-
-    /// As [`Self::dots`], with copies of a few rows at a time.
-    fn dots_by_tiles(
-        &self,
-        isa: Isa,
-        contexts: ContextRows<'_, f32>,
-        ids: Range<usize>,
-        is_added: bool,
-        to: &mut ViewMut<'_, f32>,
-    ) {
+            Some(unpacking) => unpacking.isa(),
+            None => isa,
+        };
+        // Copies of a few rows at a time.
         let at_a_time = (TILE_BYTES / (self.width * size_of::<f32>())).max(1).next_multiple_of(4);
         let mut tile = vec![0.0; at_a_time.min(ids.len()) * self.width];
         for first in ids.clone().step_by(at_a_time) {

@@ -32,6 +32,8 @@ impl Bf16Dots {
 }
 
 /// Computes the product, 8 rows by a square's columns at a time.
+///
+/// All loops are written out: a closure would be compiled without the target features of this function.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn multiply(product: TileProduct<'_>) {
     let TileProduct { left, right, steps, to, to_row, rows, columns, is_added, .. } = product;

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::gradients::VOCAB_TILE;
 use crate::backend::cpu::memory::{Aligned, Workspace, CACHE_LINE};
-use crate::backend::cpu::operands::context_rows::{padded_stride, ContextRows};
+use crate::backend::cpu::operands::context_rows::{padded_stride, PaddedRows};
 use crate::backend::cpu::operands::decoder::{DecoderMatrix, DecoderView, MatrixValues};
 use crate::backend::cpu::operands::dtype::{with_values, Accumulator, Stored};
 use crate::backend::cpu::operands::matrix::ViewMut;
@@ -134,12 +134,6 @@ pub(crate) enum PackedContexts<F> {
     Panels(Panels<F>),
 }
 
-/// Some columns of contexts, `[rows, stride]`.
-pub(crate) struct PaddedRows<F> {
-    values: Aligned<F>,
-    stride: usize,
-}
-
 /// Contexts whose rows are lanes of registers.
 pub(crate) struct Panels<F> {
     d: usize,
@@ -199,7 +193,7 @@ impl<F: Accumulator> FirstProduct<F> for Vectors {
         match contexts {
             PackedContexts::Rows(parts) => {
                 for (contexts, (columns, matrix)) in parts.iter().zip(decoder.matrices()) {
-                    let contexts = ContextRows { values: &contexts.values, stride: contexts.stride };
+                    let contexts = contexts.view();
                     let (d, is_added, to) = (columns.len(), columns.start > 0, &mut *tile);
                     match matrix.values {
                         MatrixValues::Rows(values) => {
@@ -328,18 +322,6 @@ fn ids_at_a_time<F>(d: usize) -> usize {
     const STEP: usize = 48;
     const BYTES: usize = 256 << 10;
     (BYTES / (d * size_of::<F>()).max(1) / STEP).clamp(1, 2) * STEP
-}
-
-impl<F: Float> PaddedRows<F> {
-    /// Copies some columns of contexts `[rows, d]`.
-    fn new(contexts: &[F], d: usize, columns: Range<usize>) -> Self {
-        let stride = padded_stride::<F>(columns.len());
-        let mut values: Aligned<F> = Aligned::zeros(contexts.len() / d * stride);
-        for (to, context) in values.chunks_exact_mut(stride).zip(contexts.chunks_exact(d)) {
-            to[..columns.len()].copy_from_slice(&context[columns.clone()]);
-        }
-        PaddedRows { values, stride }
-    }
 }
 
 #[cfg(test)]

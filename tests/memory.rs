@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use common::case::{Case, Head, Sizes};
 use common::check::{least_workspace, Layer};
 use mos_head::decode::{Sampler, Sampling, TokenRequest};
-use mos_head::parts::{CharCnn, CharCnnConfig, LowRankAdapter, LowRankConfig};
+use mos_head::parts::{CharCnn, CharCnnConfig, LowRankAdapter, LowRankConfig, QuantisedLinear};
 use mos_head::sampled::NoiseDistribution;
 use mos_head::score::{ChunkScores, ChunkTerms, ScoreOptions};
 use mos_head::{Distributions, GradientSum, LossOptions, Mixture, OutputLayer, Result, SoftmaxHead};
@@ -93,6 +93,7 @@ fn the_workspace_is_within_its_budget_for_any_number_of_positions_and_components
     a_quantised_decoder_is_not_copied()?;
     the_intermediate_results_of_computed_rows_are_within_their_budget()?;
     a_sampled_loss_holds_no_copy_of_all_contexts()?;
+    the_gradient_of_a_wide_result_is_not_copied()?;
     scores_hold_no_logits()?;
     decoding_holds_the_logits_of_a_few_positions()
 }
@@ -260,6 +261,25 @@ fn a_quantised_decoder_is_not_copied() -> Result<()> {
     tokens?;
     eprintln!("decoding from quantised rows: {peak} bytes; the rows have {stored}");
     assert!(peak < 8 << 20, "{peak} bytes");
+    Ok(())
+}
+
+/// candle copies the gradient of each node that adds a bias, or changes the shape of a result.
+fn the_gradient_of_a_wide_result_is_not_copied() -> Result<()> {
+    const OUTPUTS: usize = 40_000;
+    const WIDTH: usize = 32;
+    let weight = Tensor::randn(0f32, 0.1, (OUTPUTS, WIDTH), &Device::Cpu)?;
+    let bias = Tensor::zeros(OUTPUTS, DType::F32, &Device::Cpu)?;
+    let layer = QuantisedLinear::new(Arc::new(QTensor::quantize(&weight, GgmlDType::Q8_0)?), Some(bias))?;
+    for leading in [&[64][..], &[2, 32]] {
+        let input = Var::randn(0f32, 1.0, [leading, &[WIDTH]].concat(), &Device::Cpu)?;
+        let output = layer.forward(&input)?;
+        output.backward()?;
+        let (gradients, peak) = peak_of(|| output.backward());
+        gradients?;
+        let result = 64 * OUTPUTS * 4;
+        assert!(peak <= result * 3 / 2, "{leading:?}: {peak} bytes; the result has {result}");
+    }
     Ok(())
 }
 

@@ -64,12 +64,29 @@ fn a_layer_is_the_product_of_the_dequantised_rows() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn a_trained_bias_gets_its_gradient_in_its_dtype() -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let bias = Var::from_tensor(&uniform(&[37], 1.0, 4)?.to_dtype(dtype)?)?;
+        let layer = QuantisedLinear::new(quantised(GgmlDType::Q8_0, 37, D, 3)?, Some(bias.as_tensor().clone()))?;
+        let output = layer.forward(&uniform(&[2, 3, D], 1.0, 5)?.to_dtype(dtype)?)?;
+        let factors = uniform(output.dims(), 1.0, 6)?.to_dtype(dtype)?;
+        let gradients = (output * &factors)?.sum_all()?.backward()?;
+        let gradient = gradients.get(&bias).expect("a gradient");
+        assert_eq!(gradient.dtype(), dtype);
+        let expected = factors.to_dtype(DType::F64)?.sum((0, 1))?;
+        let rounding = if dtype == DType::F32 { 1e-6 } else { 1e-2 };
+        approx::assert_relative_eq!(numbers(gradient), numbers(&expected), max_relative = rounding, epsilon = rounding);
+    }
+    Ok(())
+}
+
 /// Rows are cut by the number of threads: at these sizes a single row would be left.
 #[test]
 fn gradients_have_the_same_bits_on_every_number_of_threads() -> Result<()> {
     for dtype in TYPES {
         let layer = QuantisedLinear::new(quantised(dtype, 1000, D, 6)?, None)?;
-        for n in [1, 65, 129, 193] {
+        for n in [1, 17, 33, 65, 129, 193] {
             let var = Var::from_tensor(&uniform(&[n, D], 1.0, 7)?.to_dtype(DType::F32)?)?;
             let gradient = |threads| -> Result<Vec<f64>> {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");

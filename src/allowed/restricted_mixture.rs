@@ -15,6 +15,7 @@ use crate::mixture::{Distillation, Mixture};
 use crate::scores::{are_argmax, candidate_count, ScoreOptions, Scores};
 use crate::tensors::checks::read_ids;
 use crate::tensors::id_lists::Restriction;
+use crate::tensors::linear::with_shape;
 use crate::tensors::transfer;
 
 /// A mixture whose distribution at each position is renormalised over the ids that are allowed there, from
@@ -207,11 +208,12 @@ impl Distributions for RestrictedMixture {
             _ if positions == 0 => self.mixture.log_probs_as(dtype),
             Restriction::Shared(ids) if is_single(&self.mixture) => {
                 let log_probs = self.gathered(&ids)?.log_probs_as(dtype)?;
-                Ok(expand_columns(&log_probs.reshape((positions, ids.len()))?, &ids, vocab)?.reshape(shape)?)
+                let log_probs = with_shape(&log_probs, &[positions, ids.len()])?;
+                with_shape(&expand_columns(&log_probs, &ids, vocab)?, &shape)
             }
             restriction => {
                 let set_log_probs = SetLogProbs::from_all_ids(&self.mixture, &restriction)?;
-                Ok(set_log_probs.all_log_probs(vocab)?.reshape(shape)?.to_dtype(dtype)?)
+                Ok(with_shape(&set_log_probs.all_log_probs(vocab)?, &shape)?.to_dtype(dtype)?)
             }
         }
     }

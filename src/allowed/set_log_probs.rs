@@ -13,6 +13,7 @@ use crate::mixture::Mixture;
 use crate::scores::ScoreOptions;
 use crate::tensors::checks::accumulation_dtype;
 use crate::tensors::id_lists::{IdLists, Restriction};
+use crate::tensors::linear::with_shape;
 use crate::tensors::log_softmax::log_softmax;
 use crate::tensors::transfer;
 
@@ -93,7 +94,7 @@ impl SetLogProbs {
         let Sizes { positions, vocab, .. } = mixture.operands().sizes;
         let dtype = accumulation_dtype("contexts", mixture.operands().contexts.dtype())?;
         let matrix = |mixture: &Mixture| -> Result<Tensor> {
-            Ok(mixture.log_probs_as(dtype)?.reshape((positions, mixture.operands().sizes.vocab))?)
+            with_shape(&mixture.log_probs_as(dtype)?, &[positions, mixture.operands().sizes.vocab])
         };
         let union = match restriction {
             Restriction::All => {

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use candle_core::quantized::QTensor;
-use candle_core::{DType, Module, Tensor};
+use candle_core::{Module, Tensor};
 
 use super::quantised::{check_on_cpu, check_operand, HIDDEN};
-use crate::backend::frozen_linear::frozen_product;
+use crate::backend::frozen_linear::frozen_linear;
 use crate::backend::quantised::QuantisedMatrix;
 use crate::error::{Error, Result};
 use crate::tensors::checks::{check_bias, check_elements};
@@ -77,19 +77,14 @@ impl QuantisedLinear {
 
     /// Computes the layer, in the dtype of its input.
     fn apply(&self, input: &Tensor) -> Result<Tensor> {
-        let &[outputs, inputs] = self.matrix.dims();
+        let &[_, inputs] = self.matrix.dims();
         let leading = match input.dims() {
             [leading @ .., last] if *last == inputs => leading,
             dims => return Err(Error::shape("input", format!("[.., {inputs}]"), dims)),
         };
         check_operand("input", input, &HIDDEN)?;
-        let positions = check_elements("input", leading)?;
-        let flat = input.reshape((positions, inputs))?.to_dtype(DType::F32)?.contiguous()?;
-        let mut output = frozen_product(&flat, &self.matrix)?;
-        if let Some(bias) = &self.bias {
-            output = output.broadcast_add(&bias.to_dtype(DType::F32)?)?;
-        }
-        Ok(output.reshape([leading, &[outputs]].concat())?.to_dtype(input.dtype())?)
+        check_elements("input", leading)?;
+        frozen_linear(input, self.bias.as_ref(), &self.matrix)
     }
 }
 

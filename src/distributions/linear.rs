@@ -10,6 +10,7 @@ use crate::loss::{CountedPositions, Loss};
 use crate::scores::{LogProbLoss, ScoreLoss, Scores};
 use crate::tensors::autograd::attach;
 use crate::tensors::checks::accumulation_dtype;
+use crate::tensors::linear::with_shape;
 use crate::tensors::transfer::{number_like, sum_all};
 
 /// Computes a loss of these scores, of positions with these leading dimensions.
@@ -45,7 +46,7 @@ pub(super) fn score_loss(loss: &ScoreLoss, leading: &[usize], scores: &Scores) -
 
 /// Computes a loss of these log-probabilities of all ids, `[.., vocab]`, of positions with these leading dimensions.
 pub(super) fn log_prob_loss(loss: &LogProbLoss, leading: &[usize], log_probs: &Tensor) -> Result<(Loss, Tensor)> {
-    let rows = log_probs.reshape((leading.iter().product::<usize>(), log_probs.dim(D::Minus1)?))?;
+    let rows = with_shape(log_probs, &[leading.iter().product(), log_probs.dim(D::Minus1)?])?;
     let rows = rows.to_dtype(accumulation_dtype("log_probs", rows.dtype())?)?;
     // The terms may overwrite the log-probabilities.
     let terms = || (loss.terms)(0..rows.dim(0)?, rows.detach().copy()?);

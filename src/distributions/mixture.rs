@@ -37,11 +37,12 @@ impl Distributions for Mixture {
         let own = operands.contexts.dtype();
         let computed = if dtype == own { own } else { accumulation_dtype("contexts", own)? };
         let planned = backend::plan(operands, Task::LogProbs { needs_grad: node::needs_grad(operands) }, None)?;
-        let mut log_probs = backend::log_probs(&planned, computed)?;
+        let shape = [self.leading(), &[operands.sizes.vocab]].concat();
+        let mut log_probs = backend::log_probs(&planned, computed)?.reshape(shape)?;
         if planned.needs_grad.any() {
             log_probs = node::attach_log_probs(log_probs, planned)?;
         }
-        Ok(log_probs.reshape([self.leading(), &[operands.sizes.vocab]].concat())?.to_dtype(dtype)?)
+        Ok(log_probs.to_dtype(dtype)?)
     }
 
     fn score(&self, token_ids: &Tensor, options: &ScoreOptions) -> Result<Scores> {

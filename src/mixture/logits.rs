@@ -3,9 +3,10 @@
 use candle_core::Tensor;
 
 use super::Mixture;
-use crate::backend::frozen_linear::frozen_product;
+use crate::backend::frozen_linear::frozen_linear;
 use crate::backend::weight::Weight;
 use crate::error::{Error, Result};
+use crate::tensors::linear::with_shape;
 
 impl Mixture {
     /// Computes the logits of one softmax `[.., vocab]` in the dtype of the contexts, after bias, scale and logit
@@ -53,12 +54,12 @@ impl Mixture {
         let weight_contexts = contexts.narrow(1, 0, adapter_columns.start)?.contiguous()?;
         let mut z = match &operands.weight {
             Weight::Dense(weight) => weight_contexts.matmul(&weight.t()?)?,
-            Weight::Quantised(matrix) => frozen_product(&weight_contexts, matrix)?,
+            Weight::Quantised(matrix) => frozen_linear(&weight_contexts, None, matrix)?,
         };
         if let Some(adapter) = &operands.adapter {
             let contexts = contexts.narrow(1, adapter_columns.start, adapter_columns.len())?.contiguous()?;
             z = (z + contexts.matmul(&adapter.t()?)?)?;
         }
-        Ok(operands.finish_logits(z, operands.bias.clone())?.reshape(shape)?)
+        with_shape(&operands.finish_logits(z, operands.bias.clone())?, &shape)
     }
 }

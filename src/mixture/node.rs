@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::backend;
 use crate::backend::objective::{Gradients, Objective, Scored};
-use crate::backend::operands::{NeedsGrad, Operands};
+use crate::backend::operands::{NeedsGrad, Operands, Sizes};
 use crate::backend::plan::Planned;
 use crate::error::{Error, Result};
 use crate::loss::Reduction;
@@ -68,11 +68,13 @@ pub(super) fn attach_loss(
     attach_mixture(value, planned, Box::new(gradients))
 }
 
-/// Makes `log_probs` a node whose operands are the mixture's.
+/// Makes `log_probs` a node whose operands are the mixture's. They have the shape that a caller sees, because candle
+/// would copy the gradient of another node that changes the shape.
 pub(crate) fn attach_log_probs(log_probs: Tensor, planned: Planned) -> Result<Tensor> {
     let gradients = move |planned: &Planned, _: &Tensor, upstream: &Tensor| {
         let accumulation = accumulation_dtype("contexts", planned.operands.contexts.dtype())?;
-        let upstream = upstream.to_dtype(accumulation)?.contiguous()?;
+        let Sizes { positions, vocab, .. } = planned.operands.sizes;
+        let upstream = upstream.to_dtype(accumulation)?.contiguous()?.reshape((positions, vocab))?;
         Ok(backend::loss(planned, &Objective::LogProbs { upstream })?.gradients)
     };
     attach_mixture(log_probs, planned, Box::new(gradients))

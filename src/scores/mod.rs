@@ -17,6 +17,7 @@ use crate::tensors::autograd;
 use crate::tensors::checks::{
     check_elements, check_float, check_log_prob_tensor, check_number, check_targets, check_vocab,
 };
+use crate::tensors::linear::with_shape;
 pub use chunk_terms::{ChunkLogProbs, ChunkScores, ChunkTerms};
 pub(crate) use chunk_terms::{LogProbLoss, ScoreLoss};
 pub(crate) use composed::{are_argmax, compose_scores};
@@ -302,7 +303,7 @@ impl Scores {
         check_vocab(vocab)?;
         let n = candidate_count("token_ids", token_ids, leading)?;
         let positions: usize = leading.iter().product();
-        let (rows, ids) = (log_probs.reshape((positions, vocab))?, token_ids.reshape((positions, n))?);
+        let (rows, ids) = (with_shape(log_probs, &[positions, vocab])?, token_ids.reshape((positions, n))?);
         check_log_prob_tensor("log_probs", &rows, rounded, |row| row)?;
         Self::from_rows(&rows, ids, token_ids.dims(), leading, options)
     }

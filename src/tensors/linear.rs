@@ -26,6 +26,11 @@ pub(crate) fn as_matrix(rows: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// Returns a tensor in a shape, contiguous. One that is so already is returned as it is, as in [`as_matrix`].
+pub(crate) fn with_shape(tensor: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    Ok(if tensor.dims() == shape { tensor.contiguous()? } else { tensor.reshape(shape)? })
+}
+
 /// Computes the result of a linear layer and its activation from operands that are constants.
 pub(crate) type LinearForward<'a> = dyn Fn(LinearOperands<'_>) -> Result<Tensor> + 'a;
 /// Computes the gradient of `W h + b` from the result of a layer and the gradient of the result.

@@ -18,6 +18,7 @@ use crate::error::{Error, OptionName, Result};
 use crate::heads::{request_layer_methods, select_hidden, MixtureLayer, OutputLayer, RequestLayer};
 use crate::loss::{Loss, OutputShape, Request};
 use crate::tensors::checks::{accumulation_dtype, check_product, leading};
+use crate::tensors::linear::with_shape;
 use crate::tensors::transfer::{select_positions, to_device};
 
 /// The number of positions whose log-probabilities of all ids are held at once.
@@ -116,7 +117,7 @@ impl Distributions for TwoLevelDistributions<'_> {
         if let Some(permutation) = head.permutation {
             within = within.index_select(&index(permutation.slot_by_id.clone())?, 1)?;
         }
-        Ok((root + within)?.reshape(shape)?.to_dtype(dtype)?)
+        Ok(with_shape(&(root + within)?, &shape)?.to_dtype(dtype)?)
     }
 
     fn top_k(&self, k: usize) -> Result<TopK> {

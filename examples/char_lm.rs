@@ -7,7 +7,7 @@
 //! data, the text is 210,000 characters of a small grammar with an entropy of 0.52 bits per character. The heads end at
 //! 0.58 to 0.61, in about two minutes on 2 cores. With `-- --data FILE`, the text is that of the file.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.5, rand 0.9.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.6, rand 0.9.
 
 use std::collections::BTreeSet;
 use std::time::Instant;

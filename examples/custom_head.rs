@@ -6,7 +6,7 @@
 //! In the language, after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is
 //! ln 3 = 1.099 nats per position; both heads get within 0.05 of it in some seconds on 2 cores.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9, without features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.6, rand 0.9, without features.
 
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::{embedding, linear, ops, AdamW, Init, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};

@@ -15,7 +15,7 @@
 //! equal numbers of steps and without other targets. The share of its drafts that the mixture accepts is `1 - TV`, with
 //! the total variation of both distributions. `--seed` sets the initial values.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 with `derive`, mos-head 0.5, rand 0.9.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 with `derive`, mos-head 0.6, rand 0.9.
 
 use std::collections::BTreeMap;
 use std::time::Instant;

@@ -11,7 +11,7 @@
 //! pairs that were held out, the share of such pairs rises from 0 to nearly 1, and nearly all steps of what the model
 //! then writes are steps of 7. The example takes a few seconds on 2 cores.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9, without features. Unless
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.6, rand 0.9, without features. Unless
 //! `CANDLE_BARRIER_POOL_SPIN_LIMIT` is set, as it is here, candle's idle threads slow the others down on few cores.
 
 use std::collections::HashMap;

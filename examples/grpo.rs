@@ -8,7 +8,7 @@
 //! the sequences, so that they say nothing about the reward, which stays at chance. The example takes half a minute on
 //! 2 cores.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9, without features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.6, rand 0.9, without features.
 
 use std::time::Instant;
 

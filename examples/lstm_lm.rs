@@ -12,7 +12,7 @@
 //! `DIR` has train.txt, valid.txt and optionally test.txt, with one sentence per line, such as Penn Treebank. An epoch
 //! of a million words takes minutes.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.5, rand 0.9. For
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.6, rand 0.9. For
 //! `--device cuda` or `metal`, mos-head has the feature of that name.
 
 use std::collections::{BTreeMap, HashMap};

@@ -7,7 +7,7 @@
 //! After token t comes 5 t + 1, 5 t + 2 or 5 t + 3 (modulo 999), each with probability 1/3: the entropy is ln 3 = 1.099
 //! nats per position. In the other language it is the one of the three that 3 divides, with certainty.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9 and serde_json 1, without features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.6, rand 0.9 and serde_json 1, without features.
 
 use std::collections::HashMap;
 use std::fs::File;

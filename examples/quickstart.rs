@@ -5,7 +5,7 @@
 //! In the language, after token t comes 5 t, 5 t + 1 or 5 t + 2 (modulo 200), each with probability 1/3. Its entropy is
 //! ln 3 = 1.099 nats per position, which the model reaches in some seconds.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9, without features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.6, rand 0.9, without features.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{embedding, AdamW, Embedding, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};

@@ -11,7 +11,7 @@
 //!
 //! `DIR` has train.de, train.en, valid.de and valid.en, with one sentence per line and spaces between the words.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.5, rand 0.9.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.6, rand 0.9.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;

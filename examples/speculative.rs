@@ -13,7 +13,7 @@
 //! candle's has hidden states that differ by rounding when several positions are computed at once, and then texts may
 //! part where two characters are nearly equally probable. Both are samples of the model all the same.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9, without features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.6, rand 0.9, without features.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;

@@ -8,7 +8,7 @@
 //! in a process of its own, because the memory that one step has freed can serve the next. The example takes some
 //! seconds on 2 cores.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.5, rand 0.9, without features.
+//! A copy depends on candle-core 0.11, candle-nn 0.11, mos-head 0.6, rand 0.9, without features.
 
 use std::process::Command;
 use std::time::Instant;

@@ -13,7 +13,7 @@
 //! to 3 processes differ in the sixth digit; with `--double`, one and two print the same ten digits. If a process
 //! fails, the others end with an error too.
 //!
-//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.5 (feature `mpi`),
+//! A copy depends on candle-core 0.11, candle-nn 0.11, clap 4.5 (feature `derive`), mos-head 0.6 (feature `mpi`),
 //! rand 0.9, rand_distr 0.5.
 
 use std::collections::{BTreeMap, HashMap};

@@ -725,6 +725,7 @@ fn words_are_a_mask() -> Result<()> {
     let error = AllowedIds::from_words(&[1, 2], 32).unwrap_err().to_string();
     assert_eq!(error, "words: expected 1 words for vocab_size 32, got 2");
     let mixture = Mixture::new(&uniform(&[4, 1, 3], 1.0, 2)?, None, &uniform(&[33, 3], 1.0, 1)?, None)?;
-    assert!(mixture.restricted(&AllowedIds::from_words(&[1, 2], 34)?).is_err());
+    let error = mixture.restricted(&AllowedIds::from_words(&[1, 2], 34)?).unwrap_err().to_string();
+    assert_eq!(error, "vocab_size of the words: expected 33, got 34");
     Ok(())
 }

@@ -50,17 +50,24 @@ pub struct AllowedIds {
 /// The sets, as they were given.
 #[derive(Clone, Debug)]
 enum Sets {
-    /// The same ids at all positions, in ascending order without repeats. If they come from a mask, its length is
-    /// known.
-    Shared { ids: Vec<u32>, mask_len: Option<usize> },
+    /// The same ids at all positions, in ascending order without repeats.
+    Shared { ids: Vec<u32>, given_as: GivenAs },
     /// A list of ids for each position.
     Each(IdLists),
+}
+
+/// What a set was given as, with the vocabulary's size where that says it.
+#[derive(Clone, Copy, Debug)]
+enum GivenAs {
+    Ids,
+    Mask(usize),
+    Words(usize),
 }
 
 impl AllowedIds {
     /// Allows the same ids at all positions.
     pub fn new(token_ids: &[u32]) -> Self {
-        Self::from_sets(Sets::Shared { ids: sorted_unique(token_ids.to_vec()), mask_len: None })
+        Self::from_sets(Sets::Shared { ids: sorted_unique(token_ids.to_vec()), given_as: GivenAs::Ids })
     }
 
     /// Allows the ids whose entry of a mask is not zero, at all positions.
@@ -82,7 +89,7 @@ impl AllowedIds {
         check_vocab(mask.elem_count())?;
         let mask = mask.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
         let ids = (0u32..).zip(&mask).filter(|(_, &is_allowed)| is_allowed != 0).map(|(id, _)| id);
-        Ok(Self::from_sets(Sets::Shared { ids: ids.collect(), mask_len: Some(mask.len()) }))
+        Ok(Self::from_sets(Sets::Shared { ids: ids.collect(), given_as: GivenAs::Mask(mask.len()) }))
     }
 
     /// Allows the ids of a mask at all positions, as grammar libraries have it: id i is allowed if bit `i % 32` of word
@@ -111,7 +118,7 @@ impl AllowedIds {
         check_vocab(vocab_size)?;
         check_mask("words", words, vocab_size)?;
         let ids = (0..vocab_size as u32).filter(|&id| has_bit(words, id)).collect();
-        Ok(Self::from_sets(Sets::Shared { ids, mask_len: Some(vocab_size) }))
+        Ok(Self::from_sets(Sets::Shared { ids, given_as: GivenAs::Words(vocab_size) }))
     }
 
     /// Allows the ids of a list for each position, in the order of the flattened leading dimensions, as compressed
@@ -162,8 +169,11 @@ impl AllowedIds {
     pub(super) fn check_vocab(&self, vocab: usize) -> Result<()> {
         let is_outside = |id: &&u32| **id as usize >= vocab;
         let outside = match &self.sets {
-            Sets::Shared { mask_len: Some(len), .. } if *len != vocab => {
-                return Err(Error::shape("mask", format!("[{vocab}]"), &[*len]));
+            &Sets::Shared { given_as: GivenAs::Mask(len), .. } if len != vocab => {
+                return Err(Error::shape("mask", format!("[{vocab}]"), &[len]));
+            }
+            &Sets::Shared { given_as: GivenAs::Words(size), .. } if size != vocab => {
+                return Err(Error::config("vocab_size of the words", vocab.to_string(), size));
             }
             Sets::Shared { ids, .. } => ids.iter().find(is_outside).map(u32::to_string),
             Sets::Each(lists) => lists.iter().enumerate().find_map(|(position, ids)| {

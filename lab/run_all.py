@@ -179,8 +179,9 @@ def small_seeds(system, figure, flags, trials, epochs=PTB_EPOCHS, files=None):
     return runs
 
 
-def step_seconds(system, flags, **more):
-    return StepSeconds(f"ptb-{system}-seconds", "step-seconds", "Penn Treebank, preset small", "language_model", "ptb",
+def step_seconds(system, flags, figure="step-seconds", **more):
+    """Of the systems of equal time, or of the table of successors, which may be those of another machine."""
+    return StepSeconds(f"ptb-{system}-{figure}", figure, "Penn Treebank, preset small", "language_model", "ptb",
                        f"{flags} {PTB_RECIPE}", system=system, **more)  # fmt: skip
 
 
@@ -219,8 +220,6 @@ def successors(known):
         trials = [known.get(trial.name, trial) for trial in small_trials(system, flags)]
         runs += [trial for trial in trials if trial.name not in known]
         runs += small_seeds(system, "successors", flags, trials)
-        if f"ptb-{system}-seconds" not in known:
-            runs.append(step_seconds(system, flags))
     softmax = {seed: known[f"ptb-softmax-seed-{seed}"] for seed in SEEDS}
     for system, flags in CONTINUED.items():
         before = PTB_EPOCHS if system == "control" else 0
@@ -231,7 +230,10 @@ def successors(known):
             for i, trial in enumerate(PTB_TRIALS, 1)
         ]  # fmt: skip
         runs += trials + small_seeds(system, "successors", flags, trials, before + PTB_EPOCHS, softmax)
-    runs.append(step_seconds("grown", CONTINUED["grown"].replace("SEED", "1"), files=[softmax[1]]))
+    timed = {head: SYSTEMS[head] for head in HEADS} | SUCCESSORS
+    runs += [step_seconds(system, flags, "successors-seconds") for system, flags in timed.items()]
+    grown = CONTINUED["grown"].replace("SEED", "1")
+    runs.append(step_seconds("grown", grown, "successors-seconds", files=[softmax[1]]))
     finals = {run.name: run for run in [*known.values(), *runs]}
     for system in [*HEADS, *SUCCESSORS, *CONTINUED]:
         model = finals[f"ptb-{system}-seed-1"]

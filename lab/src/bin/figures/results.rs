@@ -13,7 +13,7 @@ pub(crate) const FILES: [&str; 11] =
 /// These keys say where a measurement comes from.
 const REQUIRED: [&str; 4] = ["command", "processor", "date", "commit"];
 /// Figures of time and memory, of which tables show one processor: the one that was measured last.
-const SHOWN_FOR_ONE_PROCESSOR: [&str; 19] = [
+const SHOWN_FOR_ONE_PROCESSOR: [&str; 20] = [
     "step",
     "gpu-step",
     "gpu-chunks",
@@ -32,6 +32,7 @@ const SHOWN_FOR_ONE_PROCESSOR: [&str; 19] = [
     "assignment",
     "preset-seconds",
     "step-seconds",
+    "successors-seconds",
     "vocabulary-seconds",
 ];
 /// These keys say what is measured: a later line with the same values replaces an earlier one.

@@ -128,7 +128,7 @@ pub(crate) fn equal_time_table(results: &Results) -> Result<String> {
 pub(crate) fn successors(results: &Results) -> Result<String> {
     let new = results.lines_of("successors");
     let lines: Vec<_> = results.lines_of("ptb-small").into_iter().chain(new.iter().copied()).collect();
-    let (seconds, bottlenecks) = (results.lines_of("step-seconds"), results.lines_of("successors-bottleneck"));
+    let (seconds, bottlenecks) = (results.lines_of("successors-seconds"), results.lines_of("successors-bottleneck"));
     let (Some(softmax), false) = (first_of_system(&lines, "softmax"), new.is_empty()) else {
         return Ok(UNMEASURED.into());
     };

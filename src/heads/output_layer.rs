@@ -479,10 +479,10 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// that the draft does not depend on: with the drafter's, what it draws after a rejection is biased.
     ///
     /// Each request advances by the tokens of its text: the accepted drafts and one more, unless an accepted draft ends
-    /// the text ([`TokenRequest::with_ends`]). After an error no request has moved. The model's cache of keys and values has
-    /// the rejected drafts too: cut it to the text and [`Verified::accepted`] drafts. The constraints of a request hold
-    /// at all rows of its text: where they change from step to step, as those of a grammar do, verify the drafts up to
-    /// the change.
+    /// the text ([`TokenRequest::with_ends`]). After an error no request has moved. The model's cache of keys and values
+    /// has the rejected drafts too: cut it to the text and [`Verified::accepted`] drafts. The constraints of a request
+    /// hold at all rows of its text: where they change from step to step, as those of a grammar do, verify the drafts up
+    /// to the change.
     ///
     /// # Shapes
     ///

@@ -18,7 +18,7 @@ pub(super) const VOCAB_TILE: usize = 384;
 const ROW_TILE: usize = 256;
 /// The most columns of the decoder per tile of the second product. Narrower tiles read rows in short pieces.
 const CONTEXT_TILE: usize = 512;
-/// The least rows of a tile of the second product, and its least columns: it is not cut further.
+/// The least rows and columns of a tile of the second product, which is not cut further.
 const LEAST_PART: (usize, usize) = (16, 64);
 
 /// Computes `dst = lhs rhs`, or, if it is to `accumulate`, `dst += lhs rhs`, on the calling thread.

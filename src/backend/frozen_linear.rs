@@ -1,11 +1,12 @@
 //! A linear layer whose matrix is quantised, as a node of candle's graph.
 
-use candle_core::{DType, Tensor, D};
+use candle_core::{DType, Tensor};
 
 use super::{quantised_gradient, quantised_product};
 use crate::backend::quantised::QuantisedMatrix;
 use crate::error::{Error, Result};
 use crate::tensors::autograd::attach;
+use crate::tensors::linear::as_matrix;
 
 /// Computes `input W^T + b` for an input `[.., columns]`, differentiably, in the dtype of the input: the matrix is a
 /// constant. All of it is one node, because candle would copy the gradient of another one that adds the bias or
@@ -32,7 +33,5 @@ pub(crate) fn frozen_linear(input: &Tensor, bias: Option<&Tensor>, matrix: &Quan
 
 /// Returns rows, `[.., n]`, as a contiguous matrix in f32.
 fn rows_in_f32(rows: &Tensor) -> Result<Tensor> {
-    let n = rows.dim(D::Minus1)?;
-    let leading: usize = rows.dims()[..rows.rank() - 1].iter().product();
-    Ok(rows.reshape((leading, n))?.to_dtype(DType::F32)?.contiguous()?)
+    Ok(as_matrix(rows)?.to_dtype(DType::F32)?)
 }

@@ -18,8 +18,10 @@ pub(super) const VOCAB_TILE: usize = 384;
 const ROW_TILE: usize = 256;
 /// The most columns of the decoder per tile of the second product. Narrower tiles read rows in short pieces.
 const CONTEXT_TILE: usize = 512;
-/// The least rows and columns of a tile of the second product, which is not cut further.
-const LEAST_PART: (usize, usize) = (16, 64);
+/// The least rows of a tile of the second product, which is not cut further.
+const LEAST_ROWS: usize = 16;
+/// The least columns of a tile of the second product, likewise.
+const LEAST_COLUMNS: usize = 64;
 
 /// Computes `dst = lhs rhs`, or, if it is to `accumulate`, `dst += lhs rhs`, on the calling thread.
 pub(super) fn multiply<F: Float>(dst: &mut ViewMut<'_, F>, accumulate: bool, lhs: View<'_, F>, rhs: View<'_, F>) {
@@ -123,7 +125,7 @@ pub(super) fn decoder_gradient<F: Float>(
 /// Returns the number of rows per tile, so that there are about `parts` tiles. No tile has a single row of several:
 /// the `gemm` crate adds up the products of a row, as of a column, in another order than those of more.
 fn row_tile(rows: usize, parts: usize) -> usize {
-    let least = rows.div_ceil(parts).max(LEAST_PART.0);
+    let least = rows.div_ceil(parts).max(LEAST_ROWS);
     (least..rows).find(|tile| rows % tile != 1).unwrap_or(rows.max(1))
 }
 
@@ -135,8 +137,8 @@ fn whole_rows<F>(d: usize) -> usize {
 }
 
 /// Returns the number of columns of the decoder per tile. Tiles have equal width, at most [`CONTEXT_TILE`]; there are
-/// at least `least_parts` of them, unless they would be narrower than [`LEAST_PART`] says.
+/// at least `least_parts` of them, unless they would be narrower than [`LEAST_COLUMNS`].
 fn context_tile(d: usize, least_parts: usize) -> usize {
-    let parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_PART.1).min(least_parts));
+    let parts = d.div_ceil(CONTEXT_TILE).max(d.div_ceil(LEAST_COLUMNS).min(least_parts));
     d.div_ceil(parts).next_multiple_of(ROW_ALIGN)
 }

@@ -27,7 +27,7 @@
 //! loss of its own. The positions are processed in chunks ([`Plan`]), so that the logits of one chunk are in memory at
 //! a time, under a budget ([`LossOptions::with_workspace_bytes`]). By default a chunk on the CPU has up to 480 rows of
 //! logits (235 MiB at 128 256 ids in f32, 352 MiB with AMX), or more within 32 MiB; in bf16 with AMX, or with
-//! AVX512-BF16 on Zen 5, it has 768 or more. The contexts `[positions, K, d]` and the gradients are held whole. An
+//! AVX512-BF16 on AMD, it has 768 or more. The contexts `[positions, K, d]` and the gradients are held whole. An
 //! operand that does not depend on a variable, such as a frozen decoder ([`Head::with_frozen_decoder`]), costs no
 //! product for its gradient.
 //!

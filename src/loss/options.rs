@@ -201,9 +201,10 @@ impl LossOptions {
     ///
     /// The default budget holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with
     /// fewer rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Losses over targets
-    /// in bf16, or rounded to it, by the tile products of Intel AMX, or of AVX512-BF16 on Zen 5, take 768 rows, and in
-    /// bf16 all rows if they are at most twice as many as a context has elements: the gradient of a single chunk needs no sum in f32, which would
-    /// take more memory.
+    /// in bf16, or rounded to it, by the tile products of Intel AMX, or of AVX512-BF16 on AMD, take 768 rows, and in bf16
+    /// all rows if they are at most twice as many as a context has elements: the gradient of a single chunk needs no sum
+    /// in f32, which would take more memory. On Linux such a chunk gives the pages of its exponentials back as it writes
+    /// the gradient, so that both are never resident together.
     ///
     /// With CUDA the default budget holds 512 MiB of logits or 4096 rows, whichever is larger, and is at most an eighth
     /// of the memory of the GPU; a row takes 4 bytes for each id in f32, and 6 in half precision. Copies of operands in

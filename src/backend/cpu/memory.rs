@@ -4,6 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use bytemuck::{zeroed_vec, Zeroable};
 
+use super::pages;
 #[cfg(target_arch = "x86_64")]
 use super::processor::Processor;
 
@@ -26,7 +27,15 @@ pub(super) struct Workspace {
 /// cleared pages for the standard library's numbers alone, and writes others, such as bf16, on one thread.)
 pub(super) fn zeros<F: BufferElement>(n: usize) -> Vec<F> {
     let mut values = zeroed_vec(n);
-    huge_pages::provide(&mut values);
+    pages::ask_for_huge(&mut values);
+    pages::touch(&mut values);
+    values
+}
+
+/// Returns `n` zeros like [`zeros`], whose pages the system provides when they are first written.
+pub(super) fn untouched_zeros<F: BufferElement>(n: usize) -> Vec<F> {
+    let mut values = zeroed_vec(n);
+    pages::ask_for_huge(&mut values);
     values
 }
 
@@ -105,66 +114,5 @@ impl<F> Deref for Aligned<F> {
 impl<F> DerefMut for Aligned<F> {
     fn deref_mut(&mut self) -> &mut [F] {
         &mut self.values[self.first..self.first + self.len]
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-mod huge_pages {
-    /// Does nothing: other systems choose the pages themselves.
-    pub(super) fn provide<F>(_: &mut [F]) {}
-}
-
-#[cfg(target_os = "linux")]
-mod huge_pages {
-    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-    use std::time::{Duration, Instant};
-
-    use crate::backend::parallel;
-
-    /// The minimum size in bytes of a buffer in huge pages.
-    const LARGE: usize = 8 << 20;
-    /// The bytes of a huge page on most machines.
-    const PAGE: usize = 2 << 20;
-    /// The time after which a huge page counts as slow. The system clears one in a quarter of a millisecond.
-    const SLOW: Duration = Duration::from_millis(2);
-
-    /// Whether a huge page took long. In a virtual machine, the hypervisor may have taken back the memory behind free
-    /// huge pages, and returns it in pieces of 4 KiB, which takes 20 times longer: then this process uses no more.
-    static ARE_SLOW: AtomicBool = AtomicBool::new(false);
-
-    /// Asks for huge pages for a buffer, and touches each of them until one takes long.
-    pub(super) fn provide<F: Copy + Send + Sync>(buffer: &mut [F]) {
-        if size_of_val(buffer) < LARGE || ARE_SLOW.load(Relaxed) {
-            return;
-        }
-        advise(buffer, libc::MADV_HUGEPAGE);
-        parallel::for_each(buffer.chunks_mut(PAGE / size_of::<F>()), |page| {
-            if ARE_SLOW.load(Relaxed) {
-                return;
-            }
-            let start = Instant::now();
-            // SAFETY: the element is borrowed. The compiler must keep this write, for which the system needs the page.
-            unsafe { std::ptr::write_volatile(&mut page[0], page[0]) };
-            if start.elapsed() > SLOW {
-                ARE_SLOW.store(true, Relaxed);
-            }
-        });
-        if ARE_SLOW.load(Relaxed) {
-            advise(buffer, libc::MADV_NOHUGEPAGE);
-        }
-    }
-
-    /// Gives the system advice about the whole pages of a buffer.
-    fn advise<F>(buffer: &mut [F], advice: libc::c_int) {
-        // `madvise` takes whole pages, which have at most 64 KiB.
-        let page = 1 << 16;
-        let range = buffer.as_mut_ptr_range();
-        let start = (range.start as usize).next_multiple_of(page);
-        let end = range.end as usize / page * page;
-        // SAFETY: the pages from `start` to `end`, if there are any, lie within the buffer, which is borrowed, and the
-        // advice changes how they are mapped, not what they contain. A failure has no effect.
-        unsafe {
-            libc::madvise(start as *mut libc::c_void, end.saturating_sub(start), advice);
-        }
     }
 }

@@ -13,6 +13,7 @@ mod memory;
 mod objective;
 mod one_pass;
 mod operands;
+mod pages;
 mod plan;
 #[cfg(target_arch = "x86_64")]
 mod processor;

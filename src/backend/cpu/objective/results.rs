@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::components::PositionLoss;
 use super::targets::Targets;
-use crate::backend::cpu::memory::zeros;
+use crate::backend::cpu::memory::{untouched_zeros, zeros};
 use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::vector::math::weighted;
 use crate::backend::cpu::vector::simd::Float;
@@ -67,13 +67,14 @@ pub(crate) enum WeightBuffer<F> {
 }
 
 impl<F: Float> ColumnGradient<F> {
-    /// Makes the gradient of these columns of a matrix with so many rows.
+    /// Makes the gradient of these columns of a matrix with so many rows. It takes memory as it is written, while a single
+    /// chunk in one pass gives its exponentials back.
     fn new(rows: usize, columns: Range<usize>, buffer: WeightBuffer<F>) -> Self {
         let size = rows * columns.len();
         let (values, rounded, is_started) = match buffer {
-            WeightBuffer::Zeros => (zeros(size), Vec::new(), false),
+            WeightBuffer::Zeros => (untouched_zeros(size), Vec::new(), false),
             WeightBuffer::SoFar(values) => (values, Vec::new(), true),
-            WeightBuffer::Rounded => (Vec::new(), zeros(size), false),
+            WeightBuffer::Rounded => (Vec::new(), untouched_zeros(size), false),
         };
         ColumnGradient { columns, values, rounded, is_started }
     }

@@ -11,6 +11,7 @@ use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::objective::results::{ColumnGradient, DecoderGradients};
 use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::operands::transpose::transpose;
+use crate::backend::cpu::pages::Finished;
 use crate::backend::cpu::products::panel::{lanes, Left, Panel};
 use crate::backend::cpu::vector::simd::{Float, Kernel, Vector};
 use crate::backend::parallel;
@@ -100,14 +101,17 @@ impl<F: Accumulator, X: Format<F>> ThirdProduct<'_, F, X> {
     }
 
     /// Adds `dW += E (f C) - m c`, the last term for the listed ids, and likewise to the gradients of adapter and bias,
-    /// of those that are needed. `packed` has the contexts of the first product, and is overwritten.
+    /// of those that are needed. `packed` has the contexts of the first product, and is overwritten. The system has the
+    /// pages of the last chunk's exponentials back as the gradients take pages.
     pub(super) fn add_to(
         &self,
         gradients: &mut DecoderGradients<F>,
         exponentials: &mut [X::Exponential],
         packed: &mut [X::Packed],
+        is_last_chunk: bool,
     ) {
         let layout = self.layout();
+        let finished = is_last_chunk.then(|| Finished::new(exponentials));
         let SplitGradients { mut tiles, mut behind, bias_behind } = self.split(gradients, exponentials);
         let contexts = self.format.third_contexts(&self.operands, packed);
         let groups = tiles.chunks_mut(layout.tiles_at_a_time()).enumerate();
@@ -118,8 +122,12 @@ impl<F: Accumulator, X: Format<F>> ThirdProduct<'_, F, X> {
                 tile.factors = self.operands.factors.tile_factors(index);
             }
             self.format.add_products(&self.operands, tiles, &contexts, buffers);
-            for GradientTile { ids, gradients, bias, .. } in tiles {
+            for GradientTile { ids, exponentials, gradients, bias, .. } in tiles {
                 self.subtract_listed(ids.clone(), gradients, bias.as_deref_mut());
+                if let Some(finished) = &finished {
+                    // SAFETY: each tile has exponentials of its own, and this was their last use.
+                    unsafe { finished.finish(exponentials) };
+                }
             }
         });
         self.subtract_listed(layout.vocab..usize::MAX, &mut behind, bias_behind);

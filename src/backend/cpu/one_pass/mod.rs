@@ -17,8 +17,8 @@
 //!
 //! Logits are kept as `[id][row]`: maxima and sums over ids add up whole vectors, and each result is the right operand
 //! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. A loss
-//! without gradients ends after the objective. The exponentials of a chunk are kept for the third product alone; if the
-//! decoder is frozen, a buffer holds those of one tile.
+//! without gradients ends after the objective. The exponentials of a chunk are kept for the third product alone, which
+//! gives those of the last chunk back as it reads them; if the decoder is frozen, a buffer holds those of one tile.
 
 mod argmax;
 mod exponentials;
@@ -426,8 +426,13 @@ impl<F: Accumulator, X: Format<F>> Steps for OnePass<'_, F, X> {
             d: self.inputs.sizes.context_dim,
         };
         let product = ThirdProduct { format: self.format, operands };
-        let ChunkBuffers { exponentials, packed, .. } = &mut self.buffers;
-        product.add_to(&mut self.gradients.decoder, exponentials, packed);
+        let is_last_chunk = chunk.end == self.inputs.sizes.positions;
+        let ChunkBuffers { exponentials, packed, products } = &mut self.buffers;
+        if is_last_chunk {
+            // Before the gradient takes memory.
+            *products = Aligned::default();
+        }
+        product.add_to(&mut self.gradients.decoder, exponentials, packed, is_last_chunk);
         Ok(())
     }
 }

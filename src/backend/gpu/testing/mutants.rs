@@ -121,118 +121,120 @@ const METAL_MUTATIONS: [(&str, &str); 8] = [
 ];
 
 #[test]
-fn wrong_kernels_are_caught() {
-    for language in LANGUAGES {
-        let Some(gpu) = EmulatedGpu::new(language) else { return };
-        let all = options(Reduction::Mean, 0.1, 0.01, true);
-        let mut cases = [all.clone(), LossOptions::new()]
-            .map(|options| Case { logit_scale: 0.7, function: Softcap(5.0), options, chunk: 4, ..case(5, 3, 6, 300) })
-            .into_iter()
-            .collect::<Vec<_>>();
-        // Few rows and many, in half precision.
-        cases.extend([(4, 70), (7, 33)].map(|(chunk, context_dim)| Case {
-            dtype: DType::BF16,
-            options: all.clone(),
-            chunk,
-            scale: 0.2,
-            ..case(7, 3, context_dim, 40)
-        }));
-        // Targets alone, and targets that are entries of their own.
-        cases.push(Case { options: LossOptions::new(), chunk: 4, ..case(5, 3, 6, 300) });
-        // So many rows that they are padded.
-        cases.extend([(5, false), (12, true)].map(|(context_dim, transposed)| Case {
-            dtype: DType::BF16,
-            options: LossOptions::new(),
-            transposed,
-            chunk: 90,
-            ..case(90, 3, context_dim, 12)
-        }));
-        // So many ids and rows that the first product has several tiles.
-        cases.push(Case {
-            dtype: DType::BF16,
-            options: LossOptions::new(),
-            logit_scale: 0.7,
-            chunk: 50,
-            ..case(50, 3, 40, 150)
-        });
-        cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
-        let softcap = Case { function: Softcap(2.0), chunk: 4, ..case(5, 3, 6, 300) };
-        let sigsoftmax = || Case { function: Sigsoftmax, chunk: 4, ..case(5, 3, 6, 300) };
-        cases.push(sigsoftmax());
-        let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };
-        let outside = ScoreCase { outside: true, ..scored(case(4, 2, 6, 300), 4, true, 0.7) };
-        let collision = ScoreCase { collision: true, ..scored(case(4, 2, 6, 300), 2, false, 0.7) };
-        let outside_and_collision =
-            ScoreCase { outside: true, collision: true, ..scored(case(4, 2, 6, 300), 4, false, 0.7) };
-        let score_cases = [
-            scored(softcap, 3, true, 0.7),
-            scored(sigsoftmax(), 3, true, 1.0),
-            masked,
-            outside,
-            collision,
-            outside_and_collision,
-        ];
-        let mut changes = SHARED_MUTATIONS.to_vec();
-        match language {
-            Language::Cuda => changes.extend(CUDA_MUTATIONS),
-            Language::Metal => changes.extend(METAL_MUTATIONS),
-        }
-        // A NaN exceeds every tolerance.
-        let exceeds = |error: f64, tolerance: f64| error.is_nan() || error > tolerance;
-        let is_wrong = |gpu: &EmulatedGpu| {
-            let log_probs_are_wrong = || {
-                let planned = cases[2].plan_for(gpu, &cases[2].operands(DType::BF16));
-                exceeds(error(&gpu::log_probs(gpu, &planned, DType::BF16).unwrap(), &cases[2].true_log_probs()), 1e-2)
-            };
-            let is_wrong =
-                |case: &Case| exceeds(case.loss_error(gpu, |dtype| case.objective(dtype)).0, case.tolerance());
-            let ids_are_wrong = || {
-                let (ids, _, expected, _) = top_k_and_truth(gpu, &cases[0], 7);
-                ids != expected
-            };
-            let scores_are_wrong = |case: &ScoreCase| exceeds(case.error(gpu, 1.0).0, case.mixture.tolerance());
-            let activation_is_wrong = || {
-                let [z, upstream] = [1, 2].map(|seed| random(seed, &[3, 300], 1.0));
-                let bias = random(3, &[300], 1.0);
-                let operand = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap();
-                let exact = z.broadcast_add(&bias).unwrap().tanh().unwrap();
-                let found = gpu::bias_tanh(gpu, &operand(&z), &operand(&bias)).unwrap();
-                let exact_gradient = (&upstream * (1.0 - exact.sqr().unwrap()).unwrap()).unwrap();
-                let gradient = gpu::tanh_gradient(gpu, &operand(&exact), &operand(&upstream)).unwrap();
-                exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
-            };
-            let priors_are_wrong = || {
-                let [z, upstream] = [1, 2].map(|seed| random(seed, &[9, 40], 1.0));
-                let bias = random(3, &[40], 1.0);
-                let operand = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap();
-                let exact = log_softmax::biased(&z, Some(&bias)).unwrap();
-                let found = gpu::log_softmax(gpu, &operand(&z), Some(&operand(&bias))).unwrap();
-                let exact_gradient = log_softmax::gradient(&exact, &upstream, DType::F64).unwrap();
-                let (exact_f32, upstream) = (operand(&exact), operand(&upstream));
-                let gradient = gpu::log_softmax_gradient(gpu, &exact_f32, &upstream, DType::F32).unwrap();
-                exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
-            };
-            // Only CUDA launches these kernels.
-            let late_logits_are_wrong = || {
-                let is_wrong = |(width, late)| {
-                    let is_wrong = |&logits| exceeds(error_of_a_late_logit(gpu, width, logits, late), 1e-2);
-                    [(0.0, 120.0), (f32::NEG_INFINITY, -150.0)].iter().any(is_wrong)
-                };
-                language == Language::Cuda && [(4, 2048), (8, 500)].into_iter().any(is_wrong)
-            };
-            score_cases.iter().any(scores_are_wrong)
-                || activation_is_wrong()
-                || priors_are_wrong()
-                || late_logits_are_wrong()
-                || cases.iter().any(is_wrong)
-                || log_probs_are_wrong()
-                || ids_are_wrong()
+fn wrong_cuda_kernels_are_caught() {
+    catch_mutants(Language::Cuda, &CUDA_MUTATIONS);
+}
+
+#[test]
+fn wrong_metal_kernels_are_caught() {
+    catch_mutants(Language::Metal, &METAL_MUTATIONS);
+}
+
+/// Panics unless the checks accept the kernels, and none of their mutants.
+fn catch_mutants(language: Language, mutations: &[(&str, &str)]) {
+    let Some(gpu) = EmulatedGpu::new(language) else { return };
+    let all = options(Reduction::Mean, 0.1, 0.01, true);
+    let mut cases = [all.clone(), LossOptions::new()]
+        .map(|options| Case { logit_scale: 0.7, function: Softcap(5.0), options, chunk: 4, ..case(5, 3, 6, 300) })
+        .into_iter()
+        .collect::<Vec<_>>();
+    // Few rows and many, in half precision.
+    cases.extend([(4, 70), (7, 33)].map(|(chunk, context_dim)| Case {
+        dtype: DType::BF16,
+        options: all.clone(),
+        chunk,
+        scale: 0.2,
+        ..case(7, 3, context_dim, 40)
+    }));
+    // Targets alone, and targets that are entries of their own.
+    cases.push(Case { options: LossOptions::new(), chunk: 4, ..case(5, 3, 6, 300) });
+    // So many rows that they are padded.
+    cases.extend([(5, false), (12, true)].map(|(context_dim, transposed)| Case {
+        dtype: DType::BF16,
+        options: LossOptions::new(),
+        transposed,
+        chunk: 90,
+        ..case(90, 3, context_dim, 12)
+    }));
+    // So many ids and rows that the first product has several tiles.
+    cases.push(Case {
+        dtype: DType::BF16,
+        options: LossOptions::new(),
+        logit_scale: 0.7,
+        chunk: 50,
+        ..case(50, 3, 40, 150)
+    });
+    cases.push(Case { own: Some(3), ..case(9, 2, 6, 20) });
+    let softcap = Case { function: Softcap(2.0), chunk: 4, ..case(5, 3, 6, 300) };
+    let sigsoftmax = || Case { function: Sigsoftmax, chunk: 4, ..case(5, 3, 6, 300) };
+    cases.push(sigsoftmax());
+    let masked = ScoreCase { masked: true, ..scored(case(4, 2, 6, 300), 3, true, 1.0) };
+    let outside = ScoreCase { outside: true, ..scored(case(4, 2, 6, 300), 4, true, 0.7) };
+    let collision = ScoreCase { collision: true, ..scored(case(4, 2, 6, 300), 2, false, 0.7) };
+    let outside_and_collision =
+        ScoreCase { outside: true, collision: true, ..scored(case(4, 2, 6, 300), 4, false, 0.7) };
+    let score_cases = [
+        scored(softcap, 3, true, 0.7),
+        scored(sigsoftmax(), 3, true, 1.0),
+        masked,
+        outside,
+        collision,
+        outside_and_collision,
+    ];
+    // A NaN exceeds every tolerance.
+    let exceeds = |error: f64, tolerance: f64| error.is_nan() || error > tolerance;
+    let is_wrong = |gpu: &EmulatedGpu| {
+        let log_probs_are_wrong = || {
+            let planned = cases[2].plan_for(gpu, &cases[2].operands(DType::BF16));
+            exceeds(error(&gpu::log_probs(gpu, &planned, DType::BF16).unwrap(), &cases[2].true_log_probs()), 1e-2)
         };
-        assert!(!is_wrong(&gpu), "{language:?}");
-        for (text, replacement) in changes {
-            let Some(mutant) = EmulatedGpu::mutant(language, text, replacement) else { return };
-            assert!(is_wrong(&mutant), "not caught: {text} -> {replacement} ({language:?})");
-        }
+        let is_wrong = |case: &Case| exceeds(case.loss_error(gpu, |dtype| case.objective(dtype)).0, case.tolerance());
+        let ids_are_wrong = || {
+            let (ids, _, expected, _) = top_k_and_truth(gpu, &cases[0], 7);
+            ids != expected
+        };
+        let scores_are_wrong = |case: &ScoreCase| exceeds(case.error(gpu, 1.0).0, case.mixture.tolerance());
+        let activation_is_wrong = || {
+            let [z, upstream] = [1, 2].map(|seed| random(seed, &[3, 300], 1.0));
+            let bias = random(3, &[300], 1.0);
+            let operand = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap();
+            let exact = z.broadcast_add(&bias).unwrap().tanh().unwrap();
+            let found = gpu::bias_tanh(gpu, &operand(&z), &operand(&bias)).unwrap();
+            let exact_gradient = (&upstream * (1.0 - exact.sqr().unwrap()).unwrap()).unwrap();
+            let gradient = gpu::tanh_gradient(gpu, &operand(&exact), &operand(&upstream)).unwrap();
+            exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
+        };
+        let priors_are_wrong = || {
+            let [z, upstream] = [1, 2].map(|seed| random(seed, &[9, 40], 1.0));
+            let bias = random(3, &[40], 1.0);
+            let operand = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap();
+            let exact = log_softmax::biased(&z, Some(&bias)).unwrap();
+            let found = gpu::log_softmax(gpu, &operand(&z), Some(&operand(&bias))).unwrap();
+            let exact_gradient = log_softmax::gradient(&exact, &upstream, DType::F64).unwrap();
+            let (exact_f32, upstream) = (operand(&exact), operand(&upstream));
+            let gradient = gpu::log_softmax_gradient(gpu, &exact_f32, &upstream, DType::F32).unwrap();
+            exceeds(error(&found, &exact), 1e-5) || exceeds(error(&gradient, &exact_gradient), 1e-5)
+        };
+        // Only CUDA launches these kernels.
+        let late_logits_are_wrong = || {
+            let is_wrong = |(width, late)| {
+                let is_wrong = |&logits| exceeds(error_of_a_late_logit(gpu, width, logits, late), 1e-2);
+                [(0.0, 120.0), (f32::NEG_INFINITY, -150.0)].iter().any(is_wrong)
+            };
+            language == Language::Cuda && [(4, 2048), (8, 500)].into_iter().any(is_wrong)
+        };
+        score_cases.iter().any(scores_are_wrong)
+            || activation_is_wrong()
+            || priors_are_wrong()
+            || late_logits_are_wrong()
+            || cases.iter().any(is_wrong)
+            || log_probs_are_wrong()
+            || ids_are_wrong()
+    };
+    assert!(!is_wrong(&gpu), "{language:?}");
+    for (text, replacement) in SHARED_MUTATIONS.iter().chain(mutations) {
+        let Some(mutant) = EmulatedGpu::mutant(language, text, replacement) else { return };
+        assert!(is_wrong(&mutant), "not caught: {text} -> {replacement} ({language:?})");
     }
 }
 

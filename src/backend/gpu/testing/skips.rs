@@ -15,7 +15,7 @@ fn run(test: &str, compiler: &str, need: Need, is_demanded: bool) -> Output {
 fn a_missing_compiler_is_said_or_is_a_failure_if_it_is_demanded() {
     for (test, compiler, need) in [
         ("backend::gpu::testing::tests::f64_is_an_error_that_names_the_backend", "CXX", CXX),
-        ("backend::gpu::testing::mutants::wrong_kernels_are_caught", "CXX", CXX),
+        ("backend::gpu::testing::mutants::wrong_cuda_kernels_are_caught", "CXX", CXX),
         ("backend::gpu::testing::mutants::an_access_outside_a_tensor_ends_the_process", "CXX", CXX),
         ("backend::metal::language_rules::the_kernels_follow_the_rules_of_the_language", "CLANG", CLANG),
         ("backend::metal::language_rules::what_the_language_forbids_is_caught", "CLANG", CLANG),

@@ -121,7 +121,7 @@ pub enum Error {
         position: usize,
     },
     /// A number of a position is out of range: a given log-probability is above zero, or constraints make a logit NaN
-    /// or infinite.
+    /// or plus infinity.
     #[error("{argument}: expected {expected}, got {got} at index {index} of position {position}")]
     Value {
         /// The name of the numbers.
@@ -144,7 +144,7 @@ pub enum Error {
         /// The error of this request, which the message includes.
         error: Box<Error>,
     },
-    /// A head does not support an option. No head ignores an option silently.
+    /// A head does not support an option. No head ignores an option that changes a result.
     #[error("{option}: not supported by {head}")]
     Unsupported {
         /// The option.

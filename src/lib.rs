@@ -94,7 +94,7 @@
 //! | feature | |
 //! |---|---|
 //! | `mkl`, `accelerate` | candle's own, for the products outside the mixture |
-//! | `serde` | `Serialize` and `Deserialize` for configurations |
+//! | `serde` | `Serialize` and `Deserialize` for configurations of heads, adapters, char-CNNs and sampling |
 //! | `distributed` | heads whose vocabulary is cut among ranks, with their checkpoints, and ranks with texts of their own, in [`distributed`] |
 //! | `mpi` | `distributed`, and its engine over MPI |
 //! | `nccl` | `distributed`, and its engine over NCCL, for ranks with an NVIDIA GPU each; run on an emulated driver, not yet on a GPU |

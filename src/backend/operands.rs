@@ -33,10 +33,11 @@ use crate::tensors::id_lists::matrix_rows;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Precision {
-    /// The operands' own precision. On CPUs with Intel AMX, losses over hard targets and scores split each number of
-    /// f32 or f16 into three of bf16, where chunks have 240 rows or more. The products and sums have no larger errors
-    /// than those of f32; an infinite hidden state or weight makes them NaN. On a CUDA device, products of f32 use TF32
-    /// if candle's `set_gemm_reduced_precision_f32` allows it.
+    /// The operands' own precision. On CPUs with Intel AMX, losses over hard targets, and scores that take one pass,
+    /// split each number of f32 or f16 into three of bf16, where chunks have 240 rows or more. Such scores are the
+    /// log-probabilities of at most 512 ids, and the entropy of a single softmax without gradients. The products and
+    /// sums have no larger errors than those of f32; an infinite hidden state or weight makes them NaN. On a CUDA
+    /// device, products of f32 use TF32 if candle's `set_gemm_reduced_precision_f32` allows it.
     #[default]
     Full,
     /// Operands of f32 or f16 may be rounded to bf16 before they are multiplied; sums stay f32. PyTorch's

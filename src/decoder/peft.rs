@@ -31,8 +31,9 @@ const PREFIX: &str = "base_model.model.";
 impl LowRankAdapter {
     /// Writes the adapter to a folder as PEFT does, for the decoder of a model of Hugging Face:
     /// `adapter_model.safetensors` with `base_model.model.lm_head.lora_A.weight` and `.lora_B.weight`, and
-    /// `adapter_config.json` with `r`, `lora_alpha` (the scale times r, rounded) and `target_modules`. The folder is
-    /// created if it does not exist; each file replaces an older one once it is complete.
+    /// `adapter_config.json` with `r`, `lora_alpha` (the scale times r, an integer if it is whole) and
+    /// `target_modules`. The folder is created if it does not exist; each file replaces an older one once it is
+    /// complete.
     ///
     /// # Errors
     ///

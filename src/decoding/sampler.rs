@@ -143,8 +143,8 @@ impl Mixture {
     ///
     /// # Errors
     ///
-    /// If the temperature is not from 1e-30 to 1e30, or the logits have the function
-    /// [`Sigsoftmax`](crate::parts::LogitFunction::Sigsoftmax).
+    /// If the temperature is not from 1e-30 to 1e30, or the logits' scale or softcap is not when it is divided by it,
+    /// or the logits have the function [`Sigsoftmax`](crate::parts::LogitFunction::Sigsoftmax).
     pub fn with_component_temperature(&self, temperature: f64) -> Result<Mixture> {
         Sampling::new().with_component_temperature(temperature).validate()?;
         let operands = self.operands();

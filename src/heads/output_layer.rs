@@ -131,7 +131,9 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// the hidden states and of every parameter that is a variable. The model decides whether gradients reach the
     /// variables of earlier layers: [`Loss::check_gradients`] names the variables that they do not reach.
     ///
-    /// A head ignores no option: one that it does not support is [`Error::Unsupported`](crate::Error::Unsupported).
+    /// A head ignores no option that changes the loss: one that it does not support is
+    /// [`Error::Unsupported`](crate::Error::Unsupported). A budget and a precision have no effect where a loss is
+    /// composed of candle's operations.
     ///
     /// # Shapes
     ///
@@ -161,7 +163,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// # Shapes
     ///
     /// - hidden: `[.., hidden]`
-    /// - returns `[.., vocab]`, of the dtype of `hidden`
+    /// - returns `[.., vocab]`, of the dtype of `hidden`, or f32 if the decoder is quantised
     ///
     /// # Errors
     ///
@@ -383,7 +385,7 @@ pub trait OutputLayer: Debug + Send + Sync {
     /// If the hidden states do not match the head, or there are not as many requests as positions.
     /// [`Error::Request`](crate::Error::Request) names the first request that [`TokenRequest::check`] refuses.
     /// [`Error::EmptySet`](crate::Error::EmptySet) if the constraints leave no id of a position,
-    /// [`Error::Value`](crate::Error::Value) if they make a logit NaN or infinite,
+    /// [`Error::Value`](crate::Error::Value) if they make a logit NaN or plus infinity,
     /// [`Error::Distribution`](crate::Error::Distribution) if a distribution is NaN or infinite, and
     /// [`Error::Impossible`](crate::Error::Impossible) if it has no possible id. No request is answered after an error.
     fn next_tokens(&self, hidden: &Tensor, requests: &[&TokenRequest]) -> Result<Vec<NextToken>> {

@@ -201,14 +201,16 @@ impl LossOptions {
     ///
     /// The default budget holds 32 MiB or 480 rows of logits (positions times components), whichever is larger: with
     /// fewer rows, the pass of each chunk over the decoder and its gradient takes noticeable time. Losses over targets
-    /// in bf16, or rounded to it, by the tile products of Intel AMX, or of AVX512-BF16 on AMD, take 768 rows, and in bf16
-    /// all rows if they are at most twice as many as a context has elements: the gradient of a single chunk needs no sum
-    /// in f32, which would take more memory. On Linux such a chunk gives the pages of its exponentials back as it writes
-    /// the gradient, so that both are never resident together.
+    /// in bf16, or rounded to it, by the tile products of Intel AMX, or of AVX512-BF16 on AMD, take 768 rows, and in
+    /// bf16 all rows if they are at most twice as many as a context has elements: the gradient of a single chunk needs
+    /// no sum in f32, which would take more memory. On Linux, exponentials of 8 MiB or more in a loss over hard
+    /// targets go back to the system page by page, as the last chunk writes the decoder's gradient: a loss in one
+    /// chunk never has all of both in memory.
     ///
     /// With CUDA the default budget holds 512 MiB of logits or 4096 rows, whichever is larger, and is at most an eighth
-    /// of the memory of the GPU; a row takes 4 bytes for each id in f32, and 6 in half precision. Copies of operands in
-    /// half precision whose rows are no multiple of 16 bytes, and the workspace of cuBLAS, are not part of it. With
+    /// of the memory of the GPU; a row takes 4 bytes for each id in f32, 6 in half precision, and 2 in bf16 where the
+    /// first product writes exponentials (targets alone, contexts of at most 512 elements). Copies of operands in half
+    /// precision whose rows are no multiple of 16 bytes, and the workspace of cuBLAS, are not part of it. With
     /// Metal it holds 32 MiB of logits or 512 rows, and is at most 512 MiB, of which half may be unused, because candle
     /// rounds allocations up to a power of two.
     pub fn with_workspace_bytes(self, bytes: usize) -> Self {

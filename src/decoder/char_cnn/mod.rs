@@ -75,8 +75,9 @@ pub struct CharCnn {
 
 impl CharCnn {
     /// Makes a network for these entries, with the variables `embedding.weight`, `convolution.{width}.weight` and
-    /// `.bias`, `highway.{layer}.value` and `.gate`, `projection.weight` and `.bias` and, if configured,
-    /// `correction.weight` `[vocab, c]` and `correction.projection` `[d, c]`. The correction is zero at first.
+    /// `.bias`, `highway.{layer}.value.weight` and `.bias`, `highway.{layer}.gate.weight` and `.bias`,
+    /// `projection.weight` and `.bias` and, if configured, `correction.weight` `[vocab, c]` and `correction.projection`
+    /// `[d, c]`. The correction is zero at first.
     ///
     /// # Errors
     ///

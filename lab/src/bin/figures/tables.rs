@@ -176,10 +176,15 @@ fn steps_elsewhere(results: &Results) -> Result<String> {
             if same_sizes { String::new() } else { sizes(line, true)? },
             label(line),
             short(need(line, "seconds")?) + " s",
-            line.number("extra_mib").map_or(String::new(), |mib| format!("{mib:.0} MiB")),
+            extra(line),
         ]);
     }
     Ok(markdown("| processor | shape | implementation | step | extra |", rows) + &source(&lines, false))
+}
+
+/// Formats the memory of a step beyond parameters and inputs, if the line has it.
+fn extra(line: &Line) -> String {
+    line.number("extra_mib").map_or(String::new(), |mib| format!("{mib:.0} MiB"))
 }
 
 fn dtypes(results: &Results) -> Result<String> {
@@ -188,21 +193,23 @@ fn dtypes(results: &Results) -> Result<String> {
         let peer = |implementation: &str| {
             let is_like = |peer: &&&Line| ["shape", "dtype"].iter().all(|key| peer.text(key) == line.text(key));
             let mut peers = lines.iter().filter(is_like);
-            peers
-                .find(|peer| peer.is("implementation", implementation))
-                .map_or(String::new(), |p| seconds(p, "seconds"))
+            peers.find(|peer| peer.is("implementation", implementation))
         };
+        let peer_seconds = |name| peer(name).map_or(String::new(), |line| seconds(line, "seconds"));
         Ok(vec![
             format!("{}, {}", line.text("shape"), line.text("dtype")),
             seconds(line, "seconds"),
             seconds(line, "mixture_seconds"),
             format!("{:.2}", need(line, "mixture_over_products")?),
-            peer("PyTorch, torch.compile"),
-            peer("PyTorch, three products alone"),
+            extra(line),
+            peer_seconds("PyTorch, torch.compile"),
+            peer("PyTorch, torch.compile").map_or(String::new(), |line| extra(line)),
+            peer_seconds("PyTorch, three products alone"),
         ])
     };
     let rows = lines.iter().filter(|line| !line.is_of_peer()).map(row).collect::<Result<_>>()?;
-    let header = "| | step | mixture | mixture / products in f32 | PyTorch, torch.compile | its products |";
+    let header =
+        "| | step | mixture | mixture / products in f32 | extra | torch.compile | its extra | PyTorch's products |";
     Ok(markdown(header, rows) + &source(&lines, true))
 }
 

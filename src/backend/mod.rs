@@ -217,8 +217,8 @@ pub(crate) fn scattered_rows(values: &Tensor, ids: &[u32], rows: usize) -> Resul
     }
 }
 
-/// Converts a gradient to the dtype of its operand.
-pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
+/// Converts a gradient, which nothing else may refer to, to the dtype of its operand.
+pub(crate) fn rounded(gradient: Tensor, dtype: DType) -> Result<Tensor> {
     if is_cpu(gradient.device())? {
         cpu::rounded(gradient, dtype)
     } else {

@@ -124,13 +124,13 @@ pub(super) fn attach_operands(
     let graph_operands = [Some(&source), joined.as_ref(), weight];
     attach("mixture", value, graph_operands, move |_, value, upstream| {
         let gradients = gradients(value, upstream)?;
-        // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 on CUDA before,
-        // too): a loss scale then saves small gradients in f16.
+        // The gradients are rounded after they are multiplied by the upstream gradient (those in bf16 often before, too):
+        // a loss scale then saves small gradients in f16.
         let round = |gradient: Option<Tensor>, dtype: Option<DType>| {
             // candle's GPU backends do not convert empty tensors.
             let round = |(g, dtype): (Tensor, DType)| match g.elem_count() {
                 0 => Ok(Tensor::zeros(g.dims(), dtype, g.device())?),
-                _ => backend::rounded(&g, dtype),
+                _ => backend::rounded(g, dtype),
             };
             gradient.zip(dtype).map(round).transpose()
         };

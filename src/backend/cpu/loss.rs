@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::inputs::Inputs;
 use super::memory::zeros;
@@ -11,7 +11,7 @@ use super::objective::components::PositionLoss;
 use super::objective::results::{results, BufferedGradients, WeightBuffer};
 use super::objective::targets::{Candidates, Targets};
 use super::one_pass::OnePassRequest;
-use super::plan::{logit_tiles, one_pass, rounds_gradients, Served};
+use super::plan::{logit_tiles, one_pass, Served};
 use super::products::multiplier::Multiplier;
 use super::two_pass::TwoPasses;
 use super::vector::simd::Float;
@@ -50,7 +50,7 @@ fn target_loss<F: Served>(
     Inputs::with(&planned.operands, |inputs: Inputs<'_, F>| {
         let shard = loss.and_then(|loss| loss.shard.as_ref());
         let so_far = loss.and_then(|loss| loss.so_far.as_ref());
-        let gradients = BufferedGradients::new(planned, weight_buffer::<F>(multiplier, planned, so_far)?)?;
+        let gradients = BufferedGradients::new(planned, weight_buffer::<F>(planned, so_far)?)?;
         let (losses, mut gradients, ranks) = match planned.plan.computation {
             Computation::OnePass => {
                 let request = OnePassRequest::Loss { targets, shard };
@@ -73,10 +73,9 @@ fn target_loss<F: Served>(
 }
 
 /// Chooses the buffer of the weight's gradient: the gradient of earlier losses, if this loss adds to it. Otherwise a
-/// single chunk in one pass writes the gradient rounded, if the products have such a form and the weight has no rows of
-/// targets outside the vocabulary.
+/// single chunk in one pass rounds the gradient of a weight in bf16 at once, if that has no rows of targets outside the
+/// vocabulary. One in f16 is rounded after it is multiplied by the upstream gradient, which may be a loss scale.
 fn weight_buffer<F: Served>(
-    multiplier: Multiplier,
     Planned { operands, needs_grad, plan }: &Planned,
     so_far: Option<&GradientSoFar>,
 ) -> Result<WeightBuffer<F>> {
@@ -85,8 +84,8 @@ fn weight_buffer<F: Served>(
     }
     let is_single_chunk = plan.chunks().nth(1).is_none();
     let is_whole = operands.weight_rows()? == operands.sizes.vocab;
-    let is_rounded =
-        plan.computation == Computation::OnePass && is_single_chunk && is_whole && rounds_gradients::<F>(multiplier);
+    let is_bf16 = operands.weight.dense().is_some_and(|weight| weight.dtype() == DType::BF16);
+    let is_rounded = plan.computation == Computation::OnePass && is_single_chunk && is_whole && is_bf16;
     Ok(if is_rounded { WeightBuffer::Rounded } else { WeightBuffer::Zeros })
 }
 

@@ -143,9 +143,7 @@ fn plan_products<F: Served>(
         // Decoding accumulates no gradient, and so few rows already take longer than reading the decoder.
         _ if matches!(task, Task::Visit) => DECODING_ROWS,
         _ if is_ranking && keeps_logits => RANKING_ROWS,
-        Some(tiles) if computation == Computation::OnePass && parts(operands) == Parts::One => {
-            tile_rows(tiles, operands, task)
-        }
+        Some(_) if computation == Computation::OnePass && parts(operands) == Parts::One => tile_rows(operands, task),
         _ => CHUNK_ROWS,
     };
     // The logits of a ranking are read once, from the cache if there are not too many.
@@ -170,13 +168,13 @@ fn plan_products<F: Served>(
 }
 
 /// Chooses the rows of a chunk that one pass computes on a tile unit.
-fn tile_rows<F: Accumulator>(tiles: impl Format<F>, operands: &Operands, task: &Task) -> usize {
+fn tile_rows(operands: &Operands, task: &Task) -> usize {
     let (sizes, dtype) = (operands.sizes, operands.contexts.dtype());
     let rows = sizes.positions * sizes.components;
     // The gradient of a single chunk is rounded at once, which saves its sum in f32. That is more memory than so many
     // exponentials take.
-    let is_sum_larger = rows * dtype.size_in_bytes() <= sizes.context_dim * size_of::<F>();
-    if tiles.rounds_gradients() && task.needs_grad().weight && is_sum_larger {
+    let is_sum_larger = rows * dtype.size_in_bytes() <= sizes.context_dim * size_of::<f32>();
+    if dtype == DType::BF16 && task.needs_grad().weight && is_sum_larger {
         rows.max(TILE_ROWS)
     } else {
         TILE_ROWS
@@ -251,9 +249,4 @@ pub(super) fn one_pass<'a, F: Served>(
     planned: &Planned,
 ) -> Box<dyn Pass<'a, F> + 'a> {
     with_products!(F, multiplier, products => Box::new(OnePass::new(products, inputs, request, gradients, planned)))
-}
-
-/// Returns whether the products can write a gradient that is rounded.
-pub(super) fn rounds_gradients<F: Served>(multiplier: Multiplier) -> bool {
-    with_products!(F, multiplier, products => Format::<F>::rounds_gradients(products))
 }

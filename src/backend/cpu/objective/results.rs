@@ -4,14 +4,12 @@
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
-use half::bf16;
 
 use super::components::PositionLoss;
 use super::targets::Targets;
 use crate::backend::cpu::memory::{untouched_zeros, zeros};
 use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::vector::math::weighted;
-use crate::backend::cpu::vector::simd::Float;
 use crate::backend::objective::{Gradients, LossResults};
 use crate::backend::operands::{NeedsGrad, Sizes};
 use crate::backend::plan::Planned;
@@ -30,8 +28,7 @@ pub(crate) struct BufferedGradients<F: Accumulator> {
 }
 
 /// The gradients of the decoder that are needed.
-#[derive(Default)]
-pub(crate) struct DecoderGradients<F> {
+pub(crate) struct DecoderGradients<F: Accumulator> {
     pub(crate) weight: Option<ColumnGradient<F>>,
     pub(crate) adapter: Option<ColumnGradient<F>>,
     /// `[rows of the weight]`.
@@ -39,17 +36,17 @@ pub(crate) struct DecoderGradients<F> {
 }
 
 /// The gradient of some columns of the decoder.
-pub(crate) struct ColumnGradient<F> {
+pub(crate) struct ColumnGradient<F: Accumulator> {
     pub(crate) columns: Range<usize>,
     /// `[rows of the weight, columns]`.
     pub(crate) values: Vec<F>,
     /// `[rows of the weight, columns]`, in place of `values`, if a single chunk writes the gradient and rounds it.
-    pub(crate) rounded: Vec<bf16>,
+    pub(crate) rounded: Vec<F::Bf16>,
     /// Whether `values` already holds the contribution of an earlier chunk or loss.
     pub(crate) is_started: bool,
 }
 
-impl<F> DecoderGradients<F> {
+impl<F: Accumulator> DecoderGradients<F> {
     /// Returns the gradients of the weight and the adapter, and that of the bias.
     pub(crate) fn parts(&mut self) -> (impl Iterator<Item = &mut ColumnGradient<F>>, Option<&mut Vec<F>>) {
         (self.weight.iter_mut().chain(&mut self.adapter), self.bias.as_mut())
@@ -66,7 +63,7 @@ pub(crate) enum WeightBuffer<F> {
     Rounded,
 }
 
-impl<F: Float> ColumnGradient<F> {
+impl<F: Accumulator> ColumnGradient<F> {
     /// Makes the gradient of these columns of a matrix with so many rows. It takes memory as it is written, while a single
     /// chunk in one pass gives its exponentials back.
     fn new(rows: usize, columns: Range<usize>, buffer: WeightBuffer<F>) -> Self {

@@ -3,14 +3,13 @@
 
 use std::ops::Range;
 
-use half::bf16;
-
 use super::layout::Blocks;
 use super::rows::Factors;
 use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::BufferElement;
-use crate::backend::cpu::operands::dtype::Accumulator;
+use crate::backend::cpu::operands::dtype::{Accumulator, NarrowRow};
 use crate::backend::cpu::products::panel::Panel;
+use crate::backend::cpu::vector::simd::Isa;
 
 /// The products of a unit, and the form of their operands.
 pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
@@ -30,11 +29,6 @@ pub(crate) trait Format<F: Accumulator>: Copy + Send + Sync {
         F: 'c;
     /// A thread's buffers of the third product.
     type GradientBuffers: Default + Send;
-
-    /// Whether a gradient that needs no further sum is rounded at once to the operands' dtype, bf16.
-    fn rounds_gradients(self) -> bool {
-        false
-    }
 
     /// Returns the sizes by which these products cut a chunk.
     fn blocks(self) -> Blocks;
@@ -130,7 +124,7 @@ pub(crate) struct ThirdOperands<'a, F: Accumulator> {
 }
 
 /// A tile of ids in the third product: its exponentials, its factors, and the gradients to add to.
-pub(crate) struct GradientTile<'b, F, E> {
+pub(crate) struct GradientTile<'b, F: Accumulator, E> {
     pub(super) ids: Range<usize>,
     pub(super) segment: usize,
     /// `[panel][padded id][row]`, each with all its numbers; the order in a panel is the format's
@@ -144,12 +138,12 @@ pub(crate) struct GradientTile<'b, F, E> {
 }
 
 /// The gradient of some columns of a tile's ids.
-pub(crate) struct TileGradient<'b, F> {
+pub(crate) struct TileGradient<'b, F: Accumulator> {
     pub(super) columns: Range<usize>,
     /// `[ids, columns]`
     pub(super) values: &'b mut [F],
     /// `[ids, columns]`, in place of `values`, if the gradient is rounded at once
-    pub(super) rounded: &'b mut [bf16],
+    pub(super) rounded: &'b mut [F::Bf16],
     /// Whether `values` already holds the contribution of earlier chunks.
     pub(super) is_started: bool,
 }
@@ -165,6 +159,27 @@ impl<F: Accumulator> ThirdOperands<'_, F> {
             for entry in in_tile.filter(|entry| !entry.mass.is_zero()) {
                 subtract(entry.id - ids.start, entry.mass, context);
             }
+        }
+    }
+
+    /// Completes the gradient of a tile that is rounded at once, for some of the decoder's columns: subtracts `m c` for
+    /// the listed ids, and rounds. `sums` has the products, in rows of `width` numbers, and is overwritten.
+    pub(super) fn round(
+        &self,
+        isa: Isa,
+        ids: &Range<usize>,
+        columns: Range<usize>,
+        (sums, width): (&mut [F], usize),
+        gradient: &mut TileGradient<'_, F>,
+    ) {
+        self.for_each_listed(ids, |id, mass, context| {
+            let sums = &mut sums[id * width..][..columns.len()];
+            sums.iter_mut().zip(&context[columns.clone()]).for_each(|(sum, &c)| *sum -= mass * c);
+        });
+        let rows = gradient.rounded.chunks_exact_mut(gradient.columns.len());
+        for (to, sums) in rows.zip(sums.chunks(width)) {
+            let to = &mut to[columns.start - gradient.columns.start..][..columns.len()];
+            F::dispatch(isa, NarrowRow { from: &sums[..columns.len()], to });
         }
     }
 }

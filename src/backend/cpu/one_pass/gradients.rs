@@ -89,7 +89,7 @@ pub(super) struct ThirdProduct<'a, F: Accumulator, X> {
 }
 
 /// The tiles of the vocabulary, and the gradients of the rows behind it, which targets outside the vocabulary have.
-struct SplitGradients<'b, F, E> {
+struct SplitGradients<'b, F: Accumulator, E> {
     tiles: Vec<GradientTile<'b, F, E>>,
     behind: Vec<TileGradient<'b, F>>,
     bias_behind: Option<&'b mut [F]>,

@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 
-use candle_core::DType;
 use half::bf16;
 
 use super::format::{FirstOperands, Format, GradientTile, ThirdOperands, TileGradient};
@@ -15,7 +14,7 @@ use crate::backend::cpu::products::decoder_squares::DecoderSquares;
 use crate::backend::cpu::products::multiplier::Tiles;
 use crate::backend::cpu::products::panel::Panel;
 use crate::backend::cpu::tiles::product::{Operand, Parts, TileProduct, SIDE, SQUARE};
-use crate::backend::cpu::tiles::rounding::{Pair, RoundedRow};
+use crate::backend::cpu::tiles::rounding::Pair;
 use crate::backend::cpu::tiles::split::write_parts;
 use crate::backend::cpu::tiles::squares::{store_parts, Grid};
 use crate::backend::cpu::tiles::transpose;
@@ -64,10 +63,6 @@ impl Format<f32> for Tiles {
     /// pairs of rows. A tile may have other factors.
     type ThirdContexts<'c> = Vec<Aligned<Pair>>;
     type GradientBuffers = GradientBuffers;
-
-    fn rounds_gradients(self) -> bool {
-        self.dtype == DType::BF16
-    }
 
     /// Everything is a multiple of a square's side; a panel is as wide as a square.
     fn blocks(self) -> Blocks {
@@ -399,28 +394,22 @@ impl TileSums<'_> {
         isa: Isa,
         operands: &ThirdOperands<'_, f32>,
         ids: &Range<usize>,
-        TileGradient { columns, values, rounded, is_started }: &mut TileGradient<'_, f32>,
+        gradient: &mut TileGradient<'_, f32>,
     ) {
+        let columns = gradient.columns.clone();
         let shared = self.columns.start.max(columns.start)..self.columns.end.min(columns.end);
         if shared.is_empty() {
             return;
         }
         let from = shared.start - self.columns.start..shared.end - self.columns.start;
         let to = shared.start - columns.start..shared.end - columns.start;
-        if !rounded.is_empty() {
-            // The listed ids are subtracted here, before the gradient is rounded.
-            operands.for_each_listed(ids, |id, mass, context| {
-                let sums = self.sums[id * self.width..][from.clone()].iter_mut();
-                sums.zip(&context[shared.clone()]).for_each(|(sum, &c)| *sum -= mass * c);
-            });
-            for (sums, row) in self.sums.chunks_exact(self.width).zip(rounded.chunks_exact_mut(columns.len())) {
-                f32::dispatch(isa, RoundedRow { values: &sums[from.clone()], to: &mut row[to.clone()] });
-            }
-            return;
+        if !gradient.rounded.is_empty() {
+            return operands.round(isa, ids, shared, (&mut self.sums[from.start..], self.width), gradient);
         }
-        for (sums, row) in self.sums.chunks_exact(self.width).zip(values.chunks_exact_mut(columns.len())) {
+        let rows = gradient.values.chunks_exact_mut(columns.len());
+        for (sums, row) in self.sums.chunks_exact(self.width).zip(rows) {
             let (sums, to) = (&sums[from.clone()], &mut row[to.clone()]);
-            if *is_started {
+            if gradient.is_started {
                 to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum)
             } else {
                 to.copy_from_slice(sums)

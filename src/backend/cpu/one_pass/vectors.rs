@@ -46,7 +46,7 @@ impl<F: Accumulator> Format<F> for Vectors {
         = &'c [F]
     where
         F: 'c;
-    type GradientBuffers = Vec<F>;
+    type GradientBuffers = GradientBuffers<F>;
 
     /// A tile of the decoder has a fixed number of bytes; a panel is as wide as the registers.
     fn blocks(self) -> Blocks {
@@ -72,7 +72,8 @@ impl<F: Accumulator> Format<F> for Vectors {
         let widened = if self.copies_rows { ids * d } else { 0 };
         let scaled_or_exponentials =
             if keeps_exponentials { BLOCK_ROWS.next_multiple_of(panel_rows) * panel_rows } else { ids * panel_rows };
-        (widened + scaled_or_exponentials) * size_of::<F>()
+        let sums = if self.copies_rows && keeps_exponentials { ids.max(GROUP_IDS) * d } else { 0 };
+        (widened + scaled_or_exponentials + sums) * size_of::<F>()
     }
 
     fn scaled_context_bytes(self, _: usize) -> usize {
@@ -159,19 +160,25 @@ impl<F: Accumulator> Format<F> for Vectors {
         packed
     }
 
-    /// Sums over a few panels at a time, whose scaled contexts stay in the cache.
+    /// Sums over a few panels at a time, whose scaled contexts stay in the cache. A gradient that is rounded at once is
+    /// the sum over all of them first.
     fn add_products(
         self,
         operands: &ThirdOperands<'_, F>,
         tiles: &mut [GradientTile<'_, F, F>],
         contexts: &&[F],
-        scaled: &mut Vec<F>,
+        buffers: &mut GradientBuffers<F>,
     ) {
         let first_product = operands.factors.first_product;
         let panels_at_a_time = BLOCK_ROWS.div_ceil(first_product.layout.panel_rows);
+        let is_rounded = |gradient: &TileGradient<'_, F>| !gradient.rounded.is_empty();
+        let most_ids = tiles.iter().map(|tile| tile.ids.len()).max().unwrap_or(0);
+        let rounded_columns = tiles[0].gradients.iter().filter(|gradient| is_rounded(gradient));
+        let tile_sums = most_ids * rounded_columns.map(|gradient| gradient.columns.len()).max().unwrap_or(0);
+        buffers.sums.resize(tiles.len() * tile_sums, F::zero());
         for panels in first_product.panels.chunks(panels_at_a_time) {
             for matrix in 0..tiles[0].gradients.len() {
-                self.add_matrix_products(operands, tiles, matrix, panels, contexts, scaled);
+                self.add_matrix_products(operands, tiles, matrix, panels, contexts, buffers);
             }
             for GradientTile { ids, exponentials, factors, bias, .. } in &mut *tiles {
                 let Some(bias) = bias else { continue };
@@ -179,7 +186,24 @@ impl<F: Accumulator> Format<F> for Vectors {
                 F::dispatch(self.isa, AddWeightedSums { left: &left, factors, to: bias });
             }
         }
+        for (GradientTile { ids, gradients, .. }, sums) in
+            tiles.iter_mut().zip(buffers.sums.chunks_mut(tile_sums.max(1)))
+        {
+            for gradient in gradients.iter_mut().filter(|gradient| is_rounded(gradient)) {
+                let (columns, width) = (gradient.columns.clone(), gradient.columns.len());
+                operands.round(self.isa, ids, columns, (&mut *sums, width), gradient);
+            }
+        }
     }
+}
+
+/// A thread's buffers of the third product.
+#[derive(Default)]
+pub(crate) struct GradientBuffers<F> {
+    /// Some columns of the contexts of some panels, times the factors of their rows.
+    scaled: Vec<F>,
+    /// `[tile][ids, columns]`: a gradient that is rounded at once.
+    sums: Vec<F>,
 }
 
 impl Vectors {
@@ -192,8 +216,9 @@ impl Vectors {
         matrix: usize,
         panels: &[Panel],
         by_panel: &[F],
-        scaled: &mut Vec<F>,
+        GradientBuffers { scaled, sums }: &mut GradientBuffers<F>,
     ) {
+        let tile_sums = sums.len() / tiles.len();
         let (d, layout, first) = (operands.d, &operands.factors.first_product.layout, panels[0].first);
         let rows: usize = panels.iter().map(|panel| panel.rows).sum();
         let full = layout.panel_rows;
@@ -204,7 +229,8 @@ impl Vectors {
             let width = columns.next_multiple_of(layout.lanes);
             scaled.resize(rows * width, F::zero());
             let mut scaled_by: &[F] = &[];
-            for GradientTile { ids, exponentials, factors, gradients, .. } in &mut *tiles {
+            for (i, tile) in tiles.iter_mut().enumerate() {
+                let GradientTile { ids, exponentials, factors, gradients, .. } = tile;
                 let factors = &factors[first..][..rows];
                 if scaled_by != factors {
                     let (contexts, stride) = if columns == full && column.is_multiple_of(full) {
@@ -216,7 +242,8 @@ impl Vectors {
                     scaled_by = factors;
                 }
                 let left = left_operand(exponentials, panels, ids.len());
-                let TileGradient { values, is_started, .. } = &mut gradients[matrix];
+                let TileGradient { values, rounded, is_started, .. } = &mut gradients[matrix];
+                let values = if rounded.is_empty() { &mut **values } else { &mut sums[i * tile_sums..] };
                 let start = if *is_started || first > 0 { Start::Stored } else { Start::Zero };
                 let (rows, left, right) = (ids.len(), &left[..], &scaled[..]);
                 let to = &mut values[column - all_columns.start..];

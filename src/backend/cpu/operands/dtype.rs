@@ -12,11 +12,13 @@ use half::{bf16, f16};
 use num_traits::Zero;
 
 use super::blocks::BlockRows;
-use crate::backend::cpu::memory::{zeros, BufferElement};
+use crate::backend::cpu::memory::{untouched_zeros, zeros, BufferElement};
+use crate::backend::cpu::pages::Finished;
 use crate::backend::cpu::tiles::rounding::{self, ToBf16};
 use crate::backend::cpu::vector::simd::{Float, Isa, Kernel, Vector};
 use crate::backend::parallel;
 use crate::error::{Error, Result};
+use crate::tensors::autograd::take_values;
 
 /// A floating-point type that tensors are stored in.
 pub(crate) trait Element: WithDType + ToBf16 + BufferElement {
@@ -287,8 +289,8 @@ pub(crate) fn with_slice<T: Element, O>(
 /// The number of elements that a thread converts at a time.
 const BLOCK: usize = 1 << 16;
 
-/// Converts a gradient to the dtype of its operand.
-pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
+/// Converts a gradient, which nothing else may refer to, to the dtype of its operand.
+pub(crate) fn rounded(gradient: Tensor, dtype: DType) -> Result<Tensor> {
     match (gradient.dtype(), dtype) {
         (DType::F32, DType::BF16) => rounded_to::<bf16>(gradient),
         (DType::F32, DType::F16) => rounded_to::<f16>(gradient),
@@ -296,16 +298,20 @@ pub(crate) fn rounded(gradient: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Rounds a tensor in f32; the result is contiguous.
-pub(crate) fn rounded_to<T: Element<Acc = f32>>(gradient: &Tensor) -> Result<Tensor> {
+/// Rounds a tensor in f32, which nothing else may refer to; the result is contiguous, and takes pages as the system has
+/// those of the tensor back.
+pub(crate) fn rounded_to<T: Element<Acc = f32>>(tensor: Tensor) -> Result<Tensor> {
     let isa = Isa::detected()?;
-    let values = with_slice("gradient", &gradient.contiguous()?, |from: &[f32]| {
-        let mut values: Vec<T> = zeros(from.len());
-        let blocks = values.chunks_mut(BLOCK).zip(from.chunks(BLOCK));
-        parallel::for_each(blocks, |(to, from)| f32::dispatch(isa, NarrowRow { from, to }));
-        Ok(values)
-    })?;
-    Ok(Tensor::from_vec(values, gradient.shape(), &Device::Cpu)?)
+    let mut from: Vec<f32> = take_values(&tensor)?;
+    let mut values: Vec<T> = untouched_zeros(from.len());
+    let finished = Finished::new(&mut from);
+    let blocks = values.chunks_mut(BLOCK).zip(from.chunks_mut(BLOCK));
+    parallel::for_each(blocks, |(to, from)| {
+        f32::dispatch(isa, NarrowRow { from, to });
+        // SAFETY: the blocks are disjoint, and this was the last use of their numbers.
+        unsafe { finished.finish(from) };
+    });
+    Ok(Tensor::from_vec(values, tensor.shape(), &Device::Cpu)?)
 }
 
 /// Widens a contiguous tensor to f32.
@@ -320,16 +326,16 @@ pub(crate) fn widened<T: Element<Acc = f32>>(tensor: &Tensor) -> Result<Tensor> 
 }
 
 /// Computes `to[..] = from[..]`, rounded.
-struct NarrowRow<'a, T> {
-    from: &'a [f32],
-    to: &'a mut [T],
+pub(crate) struct NarrowRow<'a, T: Element> {
+    pub(crate) from: &'a [T::Acc],
+    pub(crate) to: &'a mut [T],
 }
 
-impl<T: Element<Acc = f32>> Kernel<f32> for NarrowRow<'_, T> {
+impl<T: Element> Kernel<T::Acc> for NarrowRow<'_, T> {
     type Output = ();
 
     #[inline(always)]
-    fn run<V: Vector<f32>>(self, _: V) {
+    fn run<V: Vector<T::Acc>>(self, _: V) {
         for (to, &x) in self.to.iter_mut().zip(self.from) {
             *to = T::narrow(x);
         }

@@ -34,7 +34,7 @@ pub(crate) fn linear(input: &Tensor, weight: &Tensor) -> Result<Tensor> {
     }
     let (input, weight) = (input.contiguous()?, weight.contiguous()?);
     let products = with_accumulator!(input.dtype(), F => inner_products::<F>(&input, &weight))?;
-    rounded(&products, input.dtype())
+    rounded(products, input.dtype())
 }
 
 /// Computes the inner products of the rows of two matrices.

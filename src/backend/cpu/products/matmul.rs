@@ -22,7 +22,7 @@ pub(crate) fn matmul(left: &Tensor, right: &Tensor) -> Result<Tensor> {
         return Ok(left.matmul(right)?);
     }
     let Some(unit) = TileUnit::detected()? else {
-        return rounded_to::<bf16>(&wide(left)?.matmul(&wide(right)?)?);
+        return rounded_to::<bf16>(wide(left)?.matmul(&wide(right)?)?);
     };
     let isa = Isa::detected()?;
     let ((a, left_transposed), (b, right_transposed)) = (stored(left)?, stored(right)?);

@@ -103,7 +103,7 @@ fn part_gradient<F: Accumulator>(
 
 /// Computes the third product, `gradient[vocab, d] (+)= logit_gradient[rows, vocab]^T contexts[rows, d]`. It adds to
 /// the gradient if this is started.
-pub(super) fn decoder_gradient<F: Float>(
+pub(super) fn decoder_gradient<F: Accumulator>(
     gradient: &mut ColumnGradient<F>,
     logit_gradient: &[F],
     stride: usize,

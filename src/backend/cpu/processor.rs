@@ -34,8 +34,9 @@ impl Processor {
 
     /// Returns whether AVX512-BF16, if the processor has it, multiplies pairs of bf16 so much faster than numbers in f32
     /// that rounding the operands is worthwhile. On AMD's Zen 5 it does. On Zen 4 this kernel has not been measured, but
-    /// PyTorch's products with the instruction took about half the time of those in f32. On Intel's Sapphire Rapids and
-    /// Emerald Rapids a step takes twice as long with it. Others have not been measured.
+    /// PyTorch's products with the instruction took about half the time of those in f32. On Intel's Emerald Rapids a step
+    /// takes up to twice as long with it, and on Sapphire Rapids it did with an earlier kernel. Others have not been
+    /// measured.
     pub(super) fn has_fast_bf16_dots(self) -> bool {
         self == Processor::Amd
     }

@@ -163,9 +163,12 @@ impl Case {
     fn compare(&self, one: Results, two: Results, tolerances: Tolerances) {
         for ((name, one), (_, two)) in one.into_iter().zip(two) {
             let is_loss = matches!(name, "nll" | "objective" | "log_priors");
-            // One of the two may be rounded at once.
-            let rounding = if name == "weight" && self.dtype == DType::BF16 { BF16_ROUNDING } else { 0.0 };
-            let tolerance = rounding + if is_loss { tolerances.losses } else { tolerances.gradients };
+            let tolerance = match name {
+                _ if is_loss => tolerances.losses,
+                // One of the two may be rounded at once.
+                "weight" if self.dtype == DType::BF16 => tolerances.gradients.max(TILE_TOLERANCE),
+                _ => tolerances.gradients,
+            };
             let largest = two.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
             for (i, (one, two)) in one.iter().zip(&two).enumerate() {
                 let error = (one - two).abs() / largest.max(1e-30);
@@ -209,10 +212,8 @@ impl Case {
     }
 }
 
-/// The largest error of a gradient whose operands are rounded to bf16, relative to the largest gradient.
+/// The largest error of a gradient that is rounded to bf16, or whose operands are, relative to the largest gradient.
 const TILE_TOLERANCE: f64 = 4e-3;
-/// The largest error of a number that is rounded to bf16, relative to the number.
-const BF16_ROUNDING: f64 = 1.0 / 256.0;
 
 /// The largest errors relative to the largest number of each result.
 #[derive(Clone, Copy)]

@@ -84,6 +84,10 @@
 //! threads, to the last bit. With a budget of your own, which the threads share, the number of threads decides how many
 //! positions a chunk has, so that losses and gradients differ by rounding.
 //!
+//! A call from outside the pool wakes one thread more for each parallel loop than a call from inside (`rayon::scope`),
+//! which counts in a training of small steps. Up to 32 MiB of a call's workspace is kept for the next call, unless
+//! `MOS_HEAD_KEEP_MEMORY` is `0`.
+//!
 //! candle's own operations have a pool of their own (`CANDLE_NUM_THREADS`). After each operation its threads spin for
 //! 25,000 iterations before they sleep, which delays the kernels where both pools share few cores. candle 0.11.1 reads
 //! this number from `CANDLE_BARRIER_POOL_SPIN_LIMIT` when it starts the threads: a program sets it to `100` before its

@@ -16,7 +16,8 @@ fn status(name: &str) -> usize {
 // The only test in this file, because the memory is that of the whole process.
 #[test]
 fn exponentials_and_gradient_are_not_resident_together() -> Result<()> {
-    const POSITIONS: usize = 240;
+    const POSITIONS: usize = 480;
+    // The exponentials take more than the 32 MiB that a call keeps for the next one, in bf16 too.
     const VOCAB: usize = 40_000;
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         // The gradient and the exponentials have as many numbers. In bf16 the gradient is rounded at once; in f16 it is a

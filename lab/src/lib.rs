@@ -19,9 +19,11 @@ use std::process::ExitCode;
 /// Errors end a program with one line on stderr and exit code 1.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Reads the flags and runs the program.
-pub fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> ExitCode {
+/// Reads the flags and runs the program, on one of rayon's threads: a parallel loop then wakes one thread less, and a
+/// training step has dozens of loops.
+pub fn start<A: clap::Parser + Sync>(run: impl FnOnce(&A) -> Result<()> + Send) -> ExitCode {
     let_idle_threads_sleep();
+    start_threads();
     let args = match A::try_parse() {
         Ok(args) => args,
         Err(message) => {
@@ -29,7 +31,14 @@ pub fn start<A: clap::Parser>(run: impl FnOnce(&A) -> Result<()>) -> ExitCode {
             return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
         }
     };
-    exit_code(run(&args))
+    rayon::scope(|_| exit_code(run(&args)))
+}
+
+/// Starts rayon's threads with as much stack as the main thread has: candle's backward pass recurses over the graph.
+fn start_threads() {
+    const STACK: usize = 8 << 20;
+    // An error says that there are threads already.
+    let _ = rayon::ThreadPoolBuilder::new().stack_size(STACK).build_global();
 }
 
 /// Prints the error of a program, if it has one, and returns its exit code.

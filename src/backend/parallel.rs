@@ -4,14 +4,27 @@
 //! pointer to what they do, and so it is compiled once. Items are as large as a position or a tile: the pointer costs
 //! nothing beside them. Loops over smaller items are rayon's own.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use rayon::prelude::*;
 
 /// What a thread does with an item, whose number it is given, in buffers of its own.
 type Worker<'a> = Box<dyn FnMut(usize) + 'a>;
 
-/// Calls a worker with each number below `n`. There is a worker for each part of these numbers that rayon splits off.
+/// Calls a worker of each thread with some of the numbers below `n`, until all have been taken. Whichever thread starts
+/// late or is interrupted, the others hardly wait for it: a thread takes neighbours, which may read the same memory, but
+/// fewer the fewer are left.
 fn run<'a>(n: usize, worker: &(dyn Fn() -> Worker<'a> + Sync)) {
-    (0..n).into_par_iter().for_each_init(worker, |worker, i| worker(i));
+    let threads = n.min(rayon::current_num_threads());
+    let part = |next: usize| (n - next).div_ceil(2 * threads);
+    let next = AtomicUsize::new(0);
+    let take = || next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |next| (next < n).then(|| next + part(next)));
+    (0..threads).into_par_iter().with_max_len(1).for_each(|_| {
+        let mut worker = worker();
+        while let Ok(first) = take() {
+            (first..first + part(first)).for_each(&mut worker);
+        }
+    });
 }
 
 /// Calls `f` with each item.

@@ -2,15 +2,15 @@
 
 use std::ops::{Deref, DerefMut};
 
-use bytemuck::{zeroed_vec, Zeroable};
+use bytemuck::{zeroed_vec, Pod};
 
 use super::pages;
 #[cfg(target_arch = "x86_64")]
 use super::processor::Processor;
 
 /// The elements of a buffer. The default is zero, which has no bit that is set.
-pub(crate) trait BufferElement: Copy + Default + Zeroable + Send + Sync {}
-impl<F: Copy + Default + Zeroable + Send + Sync> BufferElement for F {}
+pub(crate) trait BufferElement: Default + Pod + Send + Sync {}
+impl<F: Default + Pod + Send + Sync> BufferElement for F {}
 
 /// The size of a workspace, in bytes.
 pub(super) struct Workspace {

@@ -19,6 +19,7 @@ mod plan;
 mod processor;
 mod products;
 mod quantised;
+mod scratch;
 #[cfg(test)]
 mod testing;
 mod tiles;

@@ -12,6 +12,7 @@ use crate::backend::cpu::inputs::Inputs;
 use crate::backend::cpu::memory::Aligned;
 use crate::backend::cpu::operands::dtype::Accumulator;
 use crate::backend::cpu::products::panel::Panel;
+use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::vector::logit_map::{ApplyLogitMap, LogitMap};
 use crate::backend::cpu::vector::simd::Float;
 use crate::backend::parallel;
@@ -47,7 +48,7 @@ pub(super) struct ChunkProducts<'c, 'a, F: Accumulator, X> {
 /// The buffers that all chunks use.
 pub(super) struct ChunkBuffers<F: Accumulator, X: Format<F>> {
     /// `[tile][panel][padded id][row]`: E, whose numbers may have parts; empty if the decoder needs no gradient
-    pub(super) exponentials: Aligned<X::Exponential>,
+    pub(super) exponentials: Scratch<X::Exponential>,
     /// `[segment][panel][padded d][row]`: O, the products of exponentials and decoder; empty if the contexts need no
     /// gradient
     pub(super) products: Aligned<F>,

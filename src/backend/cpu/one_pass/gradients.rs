@@ -101,17 +101,17 @@ impl<F: Accumulator, X: Format<F>> ThirdProduct<'_, F, X> {
     }
 
     /// Adds `dW += E (f C) - m c`, the last term for the listed ids, and likewise to the gradients of adapter and bias,
-    /// of those that are needed. `packed` has the contexts of the first product, and is overwritten. The system has the
-    /// pages of the last chunk's exponentials back as the gradients take pages.
+    /// of those that are needed. `packed` has the contexts of the first product, and is overwritten. If the pass
+    /// gives the exponentials back, the system has their pages as the gradients take pages.
     pub(super) fn add_to(
         &self,
         gradients: &mut DecoderGradients<F>,
         exponentials: &mut [X::Exponential],
         packed: &mut [X::Packed],
-        is_last_chunk: bool,
+        gives_back: bool,
     ) {
         let layout = self.layout();
-        let finished = is_last_chunk.then(|| Finished::new(exponentials));
+        let finished = gives_back.then(|| Finished::new(exponentials));
         let SplitGradients { mut tiles, mut behind, bias_behind } = self.split(gradients, exponentials);
         let contexts = self.format.third_contexts(&self.operands, packed);
         let groups = tiles.chunks_mut(layout.tiles_at_a_time()).enumerate();

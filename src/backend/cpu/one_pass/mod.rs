@@ -18,7 +18,8 @@
 //! Logits are kept as `[id][row]`: maxima and sums over ids add up whole vectors, and each result is the right operand
 //! of the next product. An offset stays until a logit is far above it, so that sums are hardly ever rescaled. A loss
 //! without gradients ends after the objective. The exponentials of a chunk are kept for the third product alone, which
-//! gives those of the last chunk back as it reads them; if the decoder is frozen, a buffer holds those of one tile.
+//! gives those of the last chunk back as it reads them, unless the next call uses their memory again (`cpu/scratch.rs`);
+//! if the decoder is frozen, a buffer holds those of one tile.
 
 mod argmax;
 mod exponentials;
@@ -41,6 +42,7 @@ use super::objective::ranks::Ranks;
 use super::objective::results::BufferedGradients;
 use super::objective::targets::{Candidates, ListedIds, Targets};
 use super::operands::dtype::Accumulator;
+use super::scratch::Scratch;
 use super::vector::math::defect_of;
 use super::vector::simd::{Float, ROW_ALIGN};
 use crate::backend::objective::{Scored, Task};
@@ -236,7 +238,7 @@ impl<'a, F: Accumulator, X: Format<F>> OnePass<'a, F, X> {
             losses: vec![PositionLoss::default(); positions],
             gradients,
             buffers: ChunkBuffers {
-                exponentials: Aligned::zeros(exponentials),
+                exponentials: Scratch::new(exponentials),
                 products: Aligned::zeros(pieces * layout.panel_rows * layout.padded(d)),
                 packed: Aligned::zeros(columns * format.packed_per_row(d)),
             },
@@ -432,7 +434,8 @@ impl<F: Accumulator, X: Format<F>> Steps for OnePass<'_, F, X> {
             // Before the gradient takes memory.
             *products = Aligned::default();
         }
-        product.add_to(&mut self.gradients.decoder, exponentials, packed, is_last_chunk);
+        let gives_back = is_last_chunk && !exponentials.is_kept();
+        product.add_to(&mut self.gradients.decoder, exponentials, packed, gives_back);
         Ok(())
     }
 }

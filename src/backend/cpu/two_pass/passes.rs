@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use super::first_product::LogitTiles;
 use crate::backend::cpu::inputs::Inputs;
-use crate::backend::cpu::memory::zeros;
 use crate::backend::cpu::objective::components::PositionLoss;
 use crate::backend::cpu::objective::ranks::Ranks;
 use crate::backend::cpu::objective::results::BufferedGradients;
 use crate::backend::cpu::objective::targets::Targets;
 use crate::backend::cpu::operands::dtype::Accumulator;
+use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::vector::math::LogSumExp;
 use crate::backend::plan::Plan;
 use crate::backend::shard::VocabShard;
@@ -24,7 +24,7 @@ pub(crate) struct TwoPasses<'a, F: Accumulator> {
     pub(super) are_independent: bool,
 
     /// `[rows of a chunk, stride]`: the logits, then their gradient.
-    pub(super) logits: Vec<F>,
+    pub(super) logits: Scratch<F>,
     /// `[rows of a chunk]`.
     pub(super) lse: Vec<LogSumExp<F>>,
     /// `[rows of a chunk, d]`: the contexts in the accumulation dtype, or the live rows' contexts; unused if the
@@ -113,7 +113,7 @@ impl<'a, F: Accumulator> TwoPasses<'a, F> {
             inputs,
             stride,
             are_independent: false,
-            logits: zeros(plan.rows_per_chunk * stride),
+            logits: Scratch::new(plan.rows_per_chunk * stride),
             lse: Vec::new(),
             chunk_contexts: Vec::new(),
             chunk_gradient: Vec::new(),

@@ -7,7 +7,7 @@
 
 use std::sync::OnceLock;
 
-use bytemuck::Zeroable;
+use bytemuck::Pod;
 use pulp::Simd as _;
 
 use super::transposed;
@@ -80,7 +80,7 @@ pub(crate) trait Kernel<F: Copy> {
 }
 
 /// The element types that rows are computed in.
-pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default + Zeroable {
+pub(crate) trait Float: Real + num_traits::FloatConst + std::iter::Sum + Default + Pod {
     /// The number 1.5 x 2^(mantissa bits). Adding it leaves the nearest integer in the lowest bits, and subtracting it
     /// again gives that integer.
     const ROUND: Self;

@@ -85,8 +85,10 @@
 //! positions a chunk has, so that losses and gradients differ by rounding.
 //!
 //! A call from outside the pool wakes one thread more for each parallel loop than a call from inside (`rayon::scope`),
-//! which counts in a training of small steps. Up to 32 MiB of a call's workspace is kept for the next call, unless
-//! `MOS_HEAD_KEEP_MEMORY` is `0`.
+//! which counts in a training of small steps. Ranks within one process need threads of their own, outside the pool: a
+//! thread of the pool that waits for a loop may start another task, and so another rank, which then waits for its own.
+//! Up to 32 MiB of a call's workspace is kept for the next call, beside that call's budget, unless the environment
+//! variable `MOS_HEAD_KEEP_MEMORY` is `0`.
 //!
 //! candle's own operations have a pool of their own (`CANDLE_NUM_THREADS`). After each operation its threads spin for
 //! 25,000 iterations before they sleep, which delays the kernels where both pools share few cores. candle 0.11.1 reads

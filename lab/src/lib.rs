@@ -34,10 +34,10 @@ pub fn start<A: clap::Parser + Sync>(run: impl FnOnce(&A) -> Result<()> + Send) 
     rayon::scope(|_| exit_code(run(&args)))
 }
 
-/// Starts rayon's threads with as much stack as the main thread has: candle's backward pass recurses over the graph.
+/// Starts rayon's threads with as much stack as a main thread usually has: candle's backward pass recurses over the graph.
 fn start_threads() {
     const STACK: usize = 8 << 20;
-    // An error says that there are threads already.
+    // If there are threads already, or none can be started, the first loop finds out.
     let _ = rayon::ThreadPoolBuilder::new().stack_size(STACK).build_global();
 }
 

@@ -11,9 +11,9 @@ use rayon::prelude::*;
 /// What a thread does with an item, whose number it is given, in buffers of its own.
 type Worker<'a> = Box<dyn FnMut(usize) + 'a>;
 
-/// Calls a worker of each thread with some of the numbers below `n`, until all have been taken. Whichever thread starts
-/// late or is interrupted, the others hardly wait for it: a thread takes neighbours, which may read the same memory, but
-/// fewer the fewer are left.
+/// Calls workers, at most as many as there are threads, with some of the numbers below `n` each, until all have been
+/// taken. If a thread starts late or is interrupted, the others hardly wait for it: a worker takes neighbours, which may
+/// read the same memory, but fewer the fewer are left.
 fn run<'a>(n: usize, worker: &(dyn Fn() -> Worker<'a> + Sync)) {
     let threads = n.min(rayon::current_num_threads());
     let part = |next: usize| (n - next).div_ceil(2 * threads);
@@ -127,7 +127,7 @@ mod tests {
             };
             let mapped = pool.install(|| map_with(items, || 0, count));
             assert!(mapped.iter().map(|(item, _)| *item).eq(1..n + 1));
-            // The buffers of a part are those of its earlier items.
+            // An item has the buffers of its worker's earlier items.
             assert!(mapped.iter().all(|(_, calls)| (1..=n).contains(calls)));
         }
     }

@@ -13,9 +13,9 @@ use memmap2::MmapMut;
 use super::memory::{Aligned, BufferElement};
 use super::pages;
 
-/// The most bytes that are kept for the next call. A plan may always use as many.
+/// The most bytes that are kept for the next call: as many as the default budget allows to any loss.
 const MOST_KEPT: usize = 32 << 20;
-/// The least bytes that come from the system. The allocator has fewer at hand.
+/// The least bytes that come from the system. For fewer, the allocator has memory at hand.
 const LEAST_MAPPED: usize = if cfg!(test) { 1 } else { 1 << 20 };
 
 /// The memory that calls keep.
@@ -32,7 +32,7 @@ enum Memory<F> {
     Mapped(Mapped),
 }
 
-/// Pages of the system, which are kept unless they are too many.
+/// Pages of the system, which are kept unless they are too many, or as many are kept already.
 struct Mapped(Option<MmapMut>);
 
 /// Keeps the pages of one call. Calls at the same time have pages of their own.
@@ -75,7 +75,7 @@ impl<F: BufferElement> Scratch<F> {
         scratch
     }
 
-    /// Returns whether the memory is kept for the next call.
+    /// Returns whether the next call may have this memory.
     pub(super) fn is_kept(&self) -> bool {
         match &self.memory {
             Memory::Allocated(_) => false,
